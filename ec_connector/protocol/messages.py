@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two agents say to each other.
+
+Envelope (kept from vLLM's in-tree ``cpu/protocol.py``): a DEALER sends
+``[b"", body]`` or ``[b"", body, payload]``; a ROUTER sees the same behind an
+identity frame. ``body`` is one msgpack map with a ``type`` tag.
+
+Rules of evolution: a field may be added, always with a default; no field is
+renamed, retyped or removed; an unknown field is ignored. Base fields are the
+in-tree ones, so a peer that knows nothing else can ask and be answered.
+
+=========  ==================  ===============================================
+type       direction           meaning
+=========  ==================  ===============================================
+``req``    consumer→producer   grant me ``mm_hash`` (parked while it is saved)
+``ack``    producer→consumer   granted, or why not
+``chunk``  producer→consumer   a run of payload bytes (payload frame follows)
+``credit`` consumer→producer   you may send that many bytes more
+``done``   consumer→producer   I need the grant no longer; unpin
+=========  ==================  ===============================================
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from ec_connector.errors import WireError
+
+EC_CONNECTOR_VERSION: int = 1
+"""Version of this wire. Bumped when old and new peers could misread each other."""
+
+VERSION_WHEN_ABSENT: int = 1
+"""What a request without a version means: the oldest wire, never "the same as mine"."""
+
+MAX_BODY_BYTES = 64 * 1024
+"""A body larger than this is refused before it is decoded."""
+MAX_HASH_CHARS = 512
+MAX_TEXT_CHARS = 4096
+MAX_FACTORS = 32
+MAX_RANK = 8
+MAX_EXTENTS = 16
+"""An item in more pieces travels over ZMQ, so an ack stays below 1 KiB."""
+
+
+class XferStatus(enum.IntEnum):
+    """How a producer answers a request."""
+
+    OK = 0
+    NACK_MISSING = 1  # neither held nor being saved
+    NACK_INCOMPAT = 2  # another model, dtype, weights ...: `factor` names which
+    NACK_VERSION = 3  # another wire version
+    NACK_INTERNAL = 4  # the save failed there: `message` and `traceback` say how
+    NACK_NOT_READY = 5  # still being saved when the consumer's patience ended, or too busy
+
+
+def _absent_version() -> int:
+    # A factory, so that msgspec never treats the value as a default to omit.
+    return VERSION_WHEN_ABSENT
+
+
+class _OwnVersionByDefault(msgspec.StructMeta):
+    """Calling the class fills in our version; decoding a frame does not.
+
+    With a plain default both would, and a frame without a version would pass
+    any version check.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) < 4:
+            kwargs.setdefault("connector_version", EC_CONNECTOR_VERSION)
+        return super().__call__(*args, **kwargs)
+
+
+class XferReq(
+    msgspec.Struct, metaclass=_OwnVersionByDefault, tag="req", omit_defaults=True, gc=False
+):
+    """Consumer to producer: grant me ``mm_hash``.
+
+    ``session_id`` and ``mm_hash`` together name the grant. ``credit_bytes`` 0
+    asks for the whole payload behind the ack; otherwise the payload comes in
+    chunks while there is credit. ``timeout_ms`` is how long the request may be
+    parked at the producer. ``fingerprint`` holds further factors by name; one
+    that a side does not know is not compared.
+    """
+
+    mm_hash: str
+    compatibility_hash: str
+    session_id: str = ""
+    connector_version: int = msgspec.field(default_factory=_absent_version)
+    xfer_id: int = 0
+    fingerprint: dict[str, str] = {}
+    planes: list[str] = []
+    credit_bytes: int = 0
+    chunk_bytes: int = 0
+    timeout_ms: int = 0
+
+
+class RegionRef(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
+    """Where a process of the same host finds a pool region, for trying.
+
+    The bytes are those of descriptor ``fd`` of process ``pid``. ``token`` (hex)
+    stands at the start of the region and is compared after mapping, so a
+    recycled pid, or a pid of another namespace, is noticed. Sizes in bytes.
+    """
+
+    pid: int
+    fd: int
+    nbytes: int
+    block_bytes: int
+    token: str
+
+
+class XferAck(msgspec.Struct, tag="ack", omit_defaults=True, gc=False):
+    """Producer to consumer: the answer to a request.
+
+    On OK ``nbytes``, ``dtype`` and ``shape`` describe the item. On a NACK
+    ``message`` says why, ``factor`` names the differing factor
+    (NACK_INCOMPAT) and ``traceback`` is the producer's (NACK_INTERNAL).
+    ``plane`` is how the bytes travel: ``"zmq"`` (this message's payload frame,
+    or chunks) or ``"memory"`` (read ``extents`` of ``region``; check
+    ``generation`` after the copy).
+    """
+
+    mm_hash: str
+    status: XferStatus
+    session_id: str = ""
+    src_block_indices: list[int] = []
+    agent_metadata: bytes = b""
+    mem_descriptor: bytes = b""
+    xfer_id: int = 0
+    plane: str = ""
+    nbytes: int = 0
+    dtype: str = ""
+    shape: list[int] = []
+    message: str = ""
+    factor: str = ""
+    traceback: str = ""
+    generation: int = 0
+    extents: list[tuple[int, int]] = []
+    region: RegionRef | None = None
+
+
+class XferChunk(msgspec.Struct, tag="chunk", omit_defaults=True, gc=False):
+    """Producer to consumer: payload bytes ``offset`` to ``offset + nbytes`` of a grant."""
+
+    session_id: str
+    xfer_id: int
+    offset: int = 0
+    nbytes: int = 0
+
+
+class XferCredit(msgspec.Struct, tag="credit", omit_defaults=True, gc=False):
+    """Consumer to producer: ``nbytes`` more may be sent for this grant."""
+
+    session_id: str
+    xfer_id: int
+    nbytes: int = 0
+
+
+class XferDone(msgspec.Struct, tag="done", omit_defaults=True, gc=False):
+    """Consumer to producer: the grant is no longer needed (loaded or given up)."""
+
+    session_id: str
+    mm_hash: str
+    xfer_id: int = 0
+
+
+ToProducer = XferReq | XferCredit | XferDone
+ToConsumer = XferAck | XferChunk
+
+_encoder = msgspec.msgpack.Encoder()
+_to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
+_to_consumer: msgspec.msgpack.Decoder[ToConsumer] = msgspec.msgpack.Decoder(ToConsumer)
+
+
+def encode(message: ToProducer | ToConsumer) -> bytes:
+    """One message as the body frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_producer(body: bytes | memoryview) -> ToProducer:
+    """A body frame from a consumer.
+
+    Raises:
+        WireError: too large, not msgpack, an unknown type, a wrong field type,
+            or a field beyond its limit.
+    """
+    return _checked(_decode(_to_producer, body))
+
+
+def decode_to_consumer(body: bytes | memoryview) -> ToConsumer:
+    """A body frame from a producer. Raises as :func:`decode_to_producer`."""
+    return _checked(_decode(_to_consumer, body))
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:
+    if len(body) > MAX_BODY_BYTES:
+        raise WireError(f"a message body of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+        raise WireError(f"undecodable message of {len(body)} bytes: {error}") from error
+
+
+def _checked(message: Any) -> Any:
+    """Refuse values that are well-typed but outside what the wire allows."""
+    for name, limit in _TEXT_LIMITS.items():
+        text = getattr(message, name, "")
+        if len(text) > limit:
+            raise WireError(f"{name} of {len(text)} characters exceeds the limit of {limit}")
+    for name in _COUNTS:
+        if not 0 <= getattr(message, name, 0) < 1 << 63:
+            raise WireError(f"{name} {getattr(message, name)} is not a size")
+    if isinstance(message, XferReq):
+        if len(message.fingerprint) > MAX_FACTORS or len(message.planes) > MAX_FACTORS:
+            raise WireError(f"more than {MAX_FACTORS} factors or planes")
+    elif isinstance(message, XferAck):
+        if len(message.shape) > MAX_RANK or any(size < 0 for size in message.shape):
+            raise WireError(f"shape {message.shape[: MAX_RANK + 1]} is not a shape of at most {MAX_RANK} axes")
+        if len(message.extents) > MAX_EXTENTS or any(min(run) < 0 for run in message.extents):
+            raise WireError("extents are negative or too many")
+    return message
+
+
+_TEXT_LIMITS = {
+    "mm_hash": MAX_HASH_CHARS,
+    "session_id": MAX_HASH_CHARS,
+    "compatibility_hash": MAX_HASH_CHARS,
+    "dtype": 32,
+    "plane": 32,
+    "factor": 64,
+    "message": MAX_TEXT_CHARS,
+    "traceback": 4 * MAX_TEXT_CHARS,
+}
+_COUNTS = ("xfer_id", "nbytes", "offset", "credit_bytes", "chunk_bytes", "timeout_ms", "generation")
