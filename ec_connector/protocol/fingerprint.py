@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two engines must agree on before encoder outputs may pass between them.
+
+The compatibility hash is the in-tree one, over four factors. It cannot say
+which of them differs and leaves out others that change the bytes, so factors by
+name travel beside it. A factor that one side does not know is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_FACTOR_CHARS = 64
+"""A factor longer than this travels as its digest, so that a request stays small."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who an engine is to its peers: the hash, and the factors behind it by name."""
+
+    compatibility_hash: str = ""
+    factors: dict[str, str] = {}
+
+
+def compute_ec_compatibility_hash(
+    vllm_version: str, model: str, dtype: str, block_size_bytes: int
+) -> str:
+    """SHA-256 (hex) of the compact JSON list of the four factors.
+
+    ``dtype`` is written as torch prints it (``"torch.bfloat16"``);
+    ``block_size_bytes`` is the bytes of one row.
+    """
+    factors = [vllm_version, model, dtype, block_size_bytes]
+    return hashlib.sha256(json.dumps(factors, separators=(",", ":")).encode()).hexdigest()
+
+
+def short_digest(value: object) -> str:
+    """Text of at most ``MAX_FACTOR_CHARS`` that is equal for equal JSON values.
+
+    A short value stays readable, a long one becomes ``"sha256:"`` and 32 hex
+    digits. The order of a mapping's keys does not matter.
+
+    Raises:
+        TypeError: not a JSON value. Its ``str()`` might hold an address, which
+            would never match on the other side.
+    """
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    if len(text) <= MAX_FACTOR_CHARS:
+        return text
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def first_difference(
+    mine: Mapping[str, str], theirs: Mapping[str, str]
+) -> tuple[str, str, str] | None:
+    """``(name, mine, theirs)`` of a factor that both know and that differs, or None.
+
+    The first by name, so that both sides name the same one.
+    """
+    for name in sorted(mine.keys() & theirs.keys()):
+        if mine[name] != theirs[name]:
+            return name, mine[name], theirs[name]
+    return None
