@@ -156,7 +156,8 @@ class XferCredit(msgspec.Struct, tag="credit", omit_defaults=True, gc=False):
     """Consumer to producer: ``nbytes`` more may be sent for this grant."""
 
     session_id: str
-    xfer_id: int
+    mm_hash: str
+    xfer_id: int = 0
     nbytes: int = 0
 
 

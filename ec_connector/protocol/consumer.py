@@ -1,0 +1,673 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer's half of a transfer: who wants which item, and where it stands.
+
+Rules:
+
+1. One fetch per item, however many clients want it. Each client is answered
+   exactly once, ``Ready`` or ``Failed``, by its own deadline.
+2. Room in the pool is reserved before the producer is asked, so every byte that
+   arrives has its place; bytes of another transfer, another size or out of
+   order are thrown away, never written.
+3. Each attempt has its own ``xfer_id``. What arrives for an older one is ignored,
+   and a grant that nobody here wants is handed back with ``done``.
+4. A broken connection restarts the fetches that used it, until the peer has been
+   away for ``connect_timeout``; a peer that stays away fails new fetches at once.
+5. A client's items stay pinned until it releases them or is gone.
+
+::
+
+    fetch ──held here────────────────────────────────────────► READY
+      │──being saved here──► LOCAL ──saved──────────────────────►│
+      │──no room──► ROOM ──┐                                     │
+      └────────────────────┴► ASKED ──ack──► RECEIVING ──all in──►┘
+                               │  ▲  │            │
+                       not     │  │  └─ nack ─────┼────► FAILED
+                       ready   ▼  │               │
+                              BACKOFF    connection lost: back to ASKED
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
+from ec_connector.pool.blocks import BlockPool, Entry, EntryState
+from ec_connector.protocol.deadlines import Deadlines
+from ec_connector.protocol.effects import (
+    Address,
+    Connect,
+    CopyFromPeer,
+    Disconnect,
+    Effect,
+    SendToProducer,
+    Span,
+    Tell,
+)
+from ec_connector.protocol.fingerprint import Identity
+from ec_connector.protocol.local import Failed, FetchItem, Ready
+from ec_connector.protocol.messages import (
+    XferAck,
+    XferChunk,
+    XferCredit,
+    XferDone,
+    XferReq,
+    XferStatus,
+)
+
+OWNER: Final = b"fetch"
+"""Who reserved an entry that a fetch is filling."""
+FIRST_BACKOFF: Final = 0.05
+MAX_BACKOFF: Final = 1.0
+PEER_IDLE_SECONDS: Final = 60.0
+
+_NACK_REASON = {
+    XferStatus.NACK_MISSING: "missing",
+    XferStatus.NACK_INCOMPAT: "incompatible",
+    XferStatus.NACK_VERSION: "version",
+    XferStatus.NACK_INTERNAL: "remote_error",
+}
+
+
+class FetchState(enum.Enum):
+    """Where a fetch stands."""
+
+    LOCAL = "being saved here"
+    ROOM = "waiting for room in the pool"
+    ASKED = "asked"
+    BACKOFF = "to be asked again"
+    RECEIVING = "receiving"
+
+
+class PeerState(enum.Enum):
+    """What is known of the connection to a producer."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(slots=True)
+class _Peer:
+    state: PeerState
+    since: float
+    fetches: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Waiter:
+    deadline: float
+    asked_at: float
+
+
+@dataclass(slots=True)
+class _Fetch:
+    item: FetchItem
+    address: Address | None
+    state: FetchState
+    waiters: dict[bytes, _Waiter] = field(default_factory=dict)
+    entry: Entry | None = None
+    xfer_id: int = 0
+    received: int = 0
+    owed_credit: int = 0
+    backoff: float = FIRST_BACKOFF
+    plane: str = ""
+
+
+class ConsumerMachine:
+    """Decides what to ask of producers, and answers this agent's clients.
+
+    Args:
+        pool: the agent's pool; fetched items land and stay in it.
+        identity: what this engine is; goes with every request.
+        session_id: names this consumer at producers; unique per agent process.
+        planes: planes this consumer can use, best first.
+        chunk_bytes: largest run of payload in one message.
+        window_bytes: payload in flight per transfer.
+        connect_timeout: seconds a peer may be away before its fetches fail.
+        max_peers: connections held at one time.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        identity: Identity,
+        session_id: str,
+        *,
+        planes: tuple[str, ...] = ("zmq",),
+        chunk_bytes: int = 1 << 20,
+        window_bytes: int = 8 << 20,
+        connect_timeout: float = 2.0,
+        max_peers: int = 256,
+    ) -> None:
+        self._pool = pool
+        self._identity = identity
+        self._session = session_id
+        self._planes = list(planes)
+        self._chunk = chunk_bytes
+        self._window = window_bytes
+        self._connect_timeout = connect_timeout
+        self._max_peers = max_peers
+        self._fetches: dict[str, _Fetch] = {}
+        self._by_xfer: dict[int, str] = {}
+        self._peers: dict[Address, _Peer] = {}
+        self._pinned: dict[bytes, dict[str, Entry]] = {}
+        self._waiting_for_room: dict[str, None] = {}
+        self._waiters: Deadlines[tuple[str, bytes]] = Deadlines()
+        self._retries: Deadlines[str] = Deadlines()
+        self._peer_clock: Deadlines[Address] = Deadlines()
+        self._xfers = 0
+        self.counts: Counter[str] = Counter()
+
+    # ── what clients say ─────────────────────────────────────────────────────
+
+    def fetch(self, client: bytes, item: FetchItem, now: float) -> list[Effect]:
+        """A client wants an item pinned in the pool."""
+        self.counts["fetches"] += 1
+        waiter = _Waiter(now + item.timeout_ms / 1000.0, now)
+        running = self._fetches.get(item.key)
+        if running is not None:
+            if not _same_item(running.item, item):
+                text = "the same item is being fetched with another size, dtype or shape"
+                return [self._failed(client, item, "mismatch", text)]
+            running.waiters[client] = waiter
+            self._waiters.set((item.key, client), waiter.deadline)
+            return []
+        entry = self._pool.get(item.key)
+        if entry is not None and not _fits(entry, item):
+            # A client-chosen identifier was used for other content; ours is not what is wanted.
+            self._pool.drop(item.key)
+            entry = self._pool.get(item.key)
+        if entry is not None and entry.state is EntryState.READY:
+            return [self._ready(client, entry, waiter, now, "pool", "")]
+        if entry is None and not item.peer_host:
+            return [self._failed(client, item, "missing", "not in this engine's pool")]
+        address = Address(item.peer_host, item.peer_port) if item.peer_host else None
+        fetch = _Fetch(item, address, FetchState.LOCAL)
+        fetch.waiters[client] = waiter
+        self._fetches[item.key] = fetch
+        self._waiters.set((item.key, client), waiter.deadline)
+        if entry is not None:
+            return []
+        assert address is not None
+        if (refusal := self._admit_peer(address, now)) is not None:
+            return self._fail(item.key, "peer_refused", refusal)
+        peer = self._peers[address]
+        peer.fetches.add(item.key)
+        if peer.state is PeerState.DOWN and now >= peer.since + self._connect_timeout:
+            return self._fail(item.key, "peer_unreachable", f"{address} has been away")
+        connect: list[Effect] = []
+        if peer.state is PeerState.CONNECTING and len(peer.fetches) == 1 and peer.since == now:
+            connect = [Connect(address)]
+        return [*connect, *self._start(item.key, now)]
+
+    def release(self, client: bytes, key: str, now: float) -> list[Effect]:
+        """A client needs an item no longer, whether it has it or still waits for it."""
+        held = self._pinned.get(client, {}).pop(key, None)
+        if held is not None:
+            self._pool.unpin(held.generation, _pin(client), now)
+            return self.room(now)
+        fetch = self._fetches.get(key)
+        if fetch is None or fetch.waiters.pop(client, None) is None:
+            return []
+        self._waiters.cancel((key, client))
+        return [] if fetch.waiters else self._finish(key)
+
+    def client_gone(self, client: bytes, now: float) -> list[Effect]:
+        """A client's process ended: nothing is pinned or fetched for it any more."""
+        effects: list[Effect] = []
+        keys = [*self._pinned.get(client, ())]
+        keys += [key for key, fetch in self._fetches.items() if client in fetch.waiters]
+        for key in keys:
+            effects += self.release(client, key, now)
+        self._pinned.pop(client, None)
+        return effects
+
+    # ── what the pool says ───────────────────────────────────────────────────
+
+    def saved(self, key: str, now: float) -> list[Effect]:
+        """An item that this engine itself was saving is ready."""
+        fetch = self._fetches.get(key)
+        entry = self._pool.get(key)
+        if fetch is None or fetch.state is not FetchState.LOCAL or entry is None:
+            return []
+        if not _fits(entry, fetch.item):
+            return self._fail(key, "mismatch", "what was saved here is of another size or shape")
+        return self._deliver(key, entry, "pool", now)
+
+    def lost(self, key: str) -> list[Effect]:
+        """An item that this engine itself was saving will not come."""
+        fetch = self._fetches.get(key)
+        if fetch is None or fetch.state is not FetchState.LOCAL:
+            return []
+        return self._fail(key, "missing", "its save here was given up")
+
+    def room(self, now: float) -> list[Effect]:
+        """Blocks may have become free: start what waited for them, oldest first."""
+        effects: list[Effect] = []
+        for key in list(self._waiting_for_room):
+            effects += self._start(key, now)
+            if key in self._waiting_for_room:
+                break
+        return effects
+
+    def drop_all(self) -> list[Effect]:
+        """The model's weights changed: what is on its way is not wanted any more."""
+        effects: list[Effect] = []
+        for key in list(self._fetches):
+            effects += self._fail(key, "missing", "the model's weights changed meanwhile")
+        return effects
+
+    # ── what producers say ───────────────────────────────────────────────────
+
+    def landing(self, address: Address, message: XferAck | XferChunk) -> Span | None:
+        """Where the payload behind this message belongs; None: throw it away.
+
+        Called before the payload is read; ``answered`` or ``arrived`` follows.
+        """
+        fetch = self._match(address, message)
+        if fetch is None or fetch.entry is None:
+            return None
+        if isinstance(message, XferAck):
+            wanted = fetch.state is FetchState.ASKED and not _ack_fault(message, fetch.item)
+            return Span(fetch.entry, 0, fetch.entry.nbytes) if wanted else None
+        end = message.offset + message.nbytes
+        in_order = message.offset == fetch.received and 0 < message.nbytes
+        if fetch.state is not FetchState.RECEIVING or not in_order or end > fetch.entry.nbytes:
+            return None
+        return Span(fetch.entry, message.offset, message.nbytes)
+
+    def answered(
+        self, address: Address, ack: XferAck, payload: int | None, now: float
+    ) -> list[Effect]:
+        """A producer answered. ``payload``: bytes that came behind the ack, None if none did."""
+        fetch = self._match(address, ack)
+        if fetch is None or fetch.state is not FetchState.ASKED or fetch.entry is None:
+            return self._hand_back(address, ack)
+        key = fetch.item.key
+        if ack.status is XferStatus.NACK_NOT_READY:
+            return self._ask_later(key, now)
+        if ack.status is not XferStatus.OK:
+            reason = _NACK_REASON[ack.status]
+            text = ack.message + (f"\n{ack.traceback}" if ack.traceback else "")
+            return self._fail(key, reason, text or reason, ack.factor)
+        if fault := _ack_fault(ack, fetch.item):
+            return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
+        fetch.plane = ack.plane or "zmq"
+        if fetch.plane == "memory" and ack.region is not None and "memory" in self._planes:
+            fetch.state = FetchState.RECEIVING
+            extents = tuple(ack.extents)
+            copy = CopyFromPeer(
+                address, fetch.xfer_id, ack.region, extents, ack.generation, fetch.entry
+            )
+            return [copy]
+        fetch.state = FetchState.RECEIVING
+        if payload is None:
+            return []
+        return self._landed(key, payload, fetch.entry.nbytes, now)
+
+    def arrived(
+        self, address: Address, chunk: XferChunk, payload: int | None, now: float
+    ) -> list[Effect]:
+        """A chunk came. ``payload``: bytes written where :meth:`landing` said, None if nowhere."""
+        fetch = self._match(address, chunk)
+        if fetch is None or fetch.state is not FetchState.RECEIVING:
+            return []
+        key = fetch.item.key
+        if payload is None:
+            text = f"chunk at {chunk.offset} of {chunk.nbytes} bytes; {fetch.received} were in"
+            return self._fail(key, "mismatch", text, hand_back=True)
+        return self._landed(key, payload, chunk.nbytes, now)
+
+    def copied(self, xfer_id: int, fault: str, now: float) -> list[Effect]:
+        """Same-host plane: the copy is done (``fault`` empty) or could not be had.
+
+        A region that cannot be mapped, or was overwritten under the copy, is
+        no loss: the item is asked for again over ZMQ.
+        """
+        key = self._by_xfer.get(xfer_id)
+        fetch = self._fetches.get(key) if key is not None else None
+        if key is None or fetch is None or fetch.state is not FetchState.RECEIVING:
+            return []
+        if not fault:
+            assert fetch.entry is not None
+            return self._landed(key, fetch.entry.nbytes, fetch.entry.nbytes, now)
+        self.counts["memory_plane_refused"] += 1
+        effects = self._done_effects(fetch)
+        return [*effects, *self._ask(key, without="memory")]
+
+    # ── what connections say ─────────────────────────────────────────────────
+
+    def peer_up(self, address: Address, now: float) -> list[Effect]:
+        """The connection is ready: ask for what a lost one took along."""
+        peer = self._peers.get(address)
+        if peer is None:
+            return []
+        again = peer.state is PeerState.DOWN
+        peer.state, peer.since = PeerState.UP, now
+        self._rest(address, now)
+        if not again:
+            return []
+        effects: list[Effect] = []
+        for key in sorted(peer.fetches):
+            if self._fetches[key].state in (FetchState.ASKED, FetchState.RECEIVING):
+                effects += self._ask(key)
+        return effects
+
+    def peer_down(self, address: Address, now: float) -> list[Effect]:
+        """The connection broke, or an attempt failed."""
+        peer = self._peers.get(address)
+        if peer is None or peer.state is PeerState.DOWN:
+            return []
+        was_up = peer.state is PeerState.UP
+        peer.state = PeerState.DOWN
+        if was_up:
+            peer.since = now
+        self._peer_clock.set(address, peer.since + self._connect_timeout)
+        for key in peer.fetches:
+            fetch = self._fetches[key]
+            if fetch.state is FetchState.RECEIVING:
+                fetch.state = FetchState.ASKED
+                fetch.received = 0
+            self._renumber(fetch)
+        return []
+
+    def peer_refused(self, address: Address, message: str) -> list[Effect]:
+        """The address may not be dialled, or has no meaning."""
+        effects: list[Effect] = []
+        for key in sorted(self._peers[address].fetches) if address in self._peers else ():
+            effects += self._fail(key, "peer_refused", message)
+        return [*effects, *self._forget(address)]
+
+    # ── time ─────────────────────────────────────────────────────────────────
+
+    def tick(self, now: float) -> list[Effect]:
+        """Whatever is due: deadlines, repeated questions, absent and idle peers."""
+        effects: list[Effect] = []
+        for key, client in self._waiters.due(now):
+            effects += self._expire(key, client)
+        for key in self._retries.due(now):
+            effects += self._ask(key)
+        for address in self._peer_clock.due(now):
+            effects += self._peer_due(address, now)
+        return effects
+
+    def deadline(self) -> float | None:
+        """When :meth:`tick` has work next."""
+        times = (self._waiters.next(), self._retries.next(), self._peer_clock.next())
+        return min((t for t in times if t is not None), default=None)
+
+    def gauges(self) -> dict[str, int]:
+        """Fetches under way and peers known at this moment."""
+        return {
+            "fetching": len(self._fetches),
+            "waiting_for_room": len(self._waiting_for_room),
+            "peers": len(self._peers),
+        }
+
+    def validate(self) -> None:
+        """Raise InternalError if the tables disagree with each other."""
+        for key, fetch in self._fetches.items():
+            if not fetch.waiters:
+                raise InternalError(f"nobody waits for the fetch of {key!r}")
+            remote = fetch.state is not FetchState.LOCAL
+            if remote and (fetch.address not in self._peers):
+                raise InternalError(f"the fetch of {key!r} has no peer")
+            has_room = fetch.state not in (FetchState.LOCAL, FetchState.ROOM)
+            if has_room != (fetch.entry is not None):
+                raise InternalError(f"the fetch of {key!r} is {fetch.state} with {fetch.entry}")
+            if (fetch.state is FetchState.ROOM) != (key in self._waiting_for_room):
+                raise InternalError(f"the fetch of {key!r} and the queue for room differ")
+        for address, peer in self._peers.items():
+            if any(self._fetches[key].address != address for key in peer.fetches):
+                raise InternalError(f"{address} is charged with another peer's fetch")
+            if not peer.fetches and peer.state is PeerState.UP and len(self._peer_clock) == 0:
+                raise InternalError(f"idle peer {address} will never be closed")
+        if len(self._by_xfer) != sum(f.entry is not None for f in self._fetches.values()):
+            raise InternalError("transfers and fetches differ in number")
+        for client, entries in self._pinned.items():
+            for key, entry in entries.items():
+                if _pin(client) not in entry.pins:
+                    raise InternalError(f"{key!r} is delivered to {client!r} without a pin")
+
+    # ── asking ───────────────────────────────────────────────────────────────
+
+    def _start(self, key: str, now: float) -> list[Effect]:
+        fetch = self._fetches[key]
+        item = fetch.item
+        try:
+            fetch.entry = self._pool.reserve(
+                key, item.nbytes, item.dtype, tuple(item.shape), owner=OWNER, step=0, now=now
+            )
+        except ItemTooLargeError as error:
+            return self._fail(key, "pool_full", str(error))
+        except PoolFullError:
+            fetch.state = FetchState.ROOM
+            self._waiting_for_room[key] = None
+            return []
+        self._waiting_for_room.pop(key, None)
+        return self._ask(key)
+
+    def _ask(self, key: str, without: str = "") -> list[Effect]:
+        fetch = self._fetches[key]
+        assert fetch.address is not None
+        self._renumber(fetch)
+        fetch.state = FetchState.ASKED
+        fetch.received = fetch.owed_credit = 0
+        patience = max(w.deadline for w in fetch.waiters.values())
+        first_asked = min(w.asked_at for w in fetch.waiters.values())
+        req = XferReq(
+            mm_hash=key,
+            compatibility_hash=self._identity.compatibility_hash,
+            session_id=self._session,
+            xfer_id=fetch.xfer_id,
+            fingerprint=dict(self._identity.factors),
+            planes=[plane for plane in self._planes if plane != without],
+            credit_bytes=self._window,
+            chunk_bytes=self._chunk,
+            timeout_ms=max(1, int((patience - first_asked) * 1000)),
+        )
+        self.counts["requests_sent"] += 1
+        return [SendToProducer(fetch.address, req)]
+
+    def _ask_later(self, key: str, now: float) -> list[Effect]:
+        fetch = self._fetches[key]
+        fetch.state = FetchState.BACKOFF
+        self._retries.set(key, now + fetch.backoff)
+        fetch.backoff = min(fetch.backoff * 2, MAX_BACKOFF)
+        return []
+
+    def _renumber(self, fetch: _Fetch) -> None:
+        self._by_xfer.pop(fetch.xfer_id, None)
+        self._xfers += 1
+        fetch.xfer_id = self._xfers
+        if fetch.entry is not None:
+            self._by_xfer[fetch.xfer_id] = fetch.item.key
+
+    def _match(self, address: Address, message: XferAck | XferChunk) -> _Fetch | None:
+        key = self._by_xfer.get(message.xfer_id)
+        if key is None or message.session_id != self._session:
+            return None
+        fetch = self._fetches[key]
+        named = message.mm_hash if isinstance(message, XferAck) else key
+        return fetch if fetch.address == address and named == key else None
+
+    # ── receiving ────────────────────────────────────────────────────────────
+
+    def _landed(self, key: str, payload: int, expected: int, now: float) -> list[Effect]:
+        fetch = self._fetches[key]
+        assert fetch.entry is not None and fetch.address is not None
+        if payload != expected:
+            text = f"{payload} payload bytes where {expected} were due"
+            return self._fail(key, "mismatch", text, hand_back=True)
+        fetch.received += payload
+        self.counts["bytes_received"] += payload
+        if fetch.received == fetch.entry.nbytes:
+            entry = self._pool.commit(key, fetch.entry.generation, now)
+            if entry is None:
+                return self._fail(key, "missing", "dropped while it arrived", hand_back=True)
+            done = self._done_effects(fetch)
+            return [*self._deliver(key, entry, fetch.plane, now), *done]
+        fetch.owed_credit += payload
+        if fetch.owed_credit < self._window // 4:
+            return []
+        credit = XferCredit(self._session, key, fetch.xfer_id, fetch.owed_credit)
+        fetch.owed_credit = 0
+        return [SendToProducer(fetch.address, credit)]
+
+    def _deliver(self, key: str, entry: Entry, plane: str, now: float) -> list[Effect]:
+        fetch = self._fetches[key]
+        fetch.entry = None  # no longer this fetch's to abandon
+        peer = str(fetch.address) if fetch.address is not None else ""
+        ready: list[Effect] = [
+            self._ready(client, entry, waiter, now, plane, peer)
+            for client, waiter in fetch.waiters.items()
+        ]
+        self._remove(key)
+        return ready
+
+    def _ready(
+        self, client: bytes, entry: Entry, waiter: _Waiter, now: float, plane: str, peer: str
+    ) -> Tell:
+        self._pool.pin(entry.key, _pin(client), None, now)
+        self._pinned.setdefault(client, {})[entry.key] = entry
+        self.counts[f"ready_{plane}"] += 1
+        message = Ready(
+            key=entry.key,
+            generation=entry.generation,
+            extents=list(entry.extents),
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=list(entry.shape),
+            plane=plane,
+            peer=peer,
+            elapsed_us=int((now - waiter.asked_at) * 1e6),
+        )
+        return Tell(client, message)
+
+    # ── ending ───────────────────────────────────────────────────────────────
+
+    def _expire(self, key: str, client: bytes) -> list[Effect]:
+        fetch = self._fetches[key]
+        waiter = fetch.waiters.pop(client)
+        waited = waiter.deadline - waiter.asked_at
+        reason = "pool_full" if fetch.state is FetchState.ROOM else "deadline"
+        text = f"{fetch.state.value} after {waited:.1f} s"
+        tell = self._failed(client, fetch.item, reason, text)
+        return [tell] if fetch.waiters else [tell, *self._finish(key)]
+
+    def _fail(
+        self, key: str, reason: str, text: str, factor: str = "", *, hand_back: bool = False
+    ) -> list[Effect]:
+        fetch = self._fetches[key]
+        told: list[Effect] = [
+            self._failed(client, fetch.item, reason, text, factor) for client in fetch.waiters
+        ]
+        for client in fetch.waiters:
+            self._waiters.cancel((key, client))
+        fetch.waiters.clear()
+        return [*told, *(self._finish(key) if hand_back else self._remove(key))]
+
+    def _failed(
+        self, client: bytes, item: FetchItem, reason: str, text: str, factor: str = ""
+    ) -> Tell:
+        self.counts[f"failed_{reason}"] += 1
+        peer = str(Address(item.peer_host, item.peer_port)) if item.peer_host else ""
+        return Tell(client, Failed(item.key, reason, text, factor, peer))
+
+    def _finish(self, key: str) -> list[Effect]:
+        """Give a fetch up, telling the producer if it may hold a grant for us."""
+        fetch = self._fetches[key]
+        done = self._done_effects(fetch) if fetch.entry is not None else []
+        return [*done, *self._remove(key)]
+
+    def _remove(self, key: str) -> list[Effect]:
+        fetch = self._fetches.pop(key)
+        self._by_xfer.pop(fetch.xfer_id, None)
+        self._waiting_for_room.pop(key, None)
+        self._retries.cancel(key)
+        for client in fetch.waiters:
+            self._waiters.cancel((key, client))
+        if fetch.entry is not None:
+            # Only this agent's loop writes fetched bytes, so nothing can still be writing.
+            self._pool.abandon(key, fetch.entry.generation)
+        if fetch.address is not None and (peer := self._peers.get(fetch.address)) is not None:
+            peer.fetches.discard(key)
+        return []
+
+    def _done_effects(self, fetch: _Fetch) -> list[Effect]:
+        if fetch.address is None:
+            return []
+        return [SendToProducer(fetch.address, XferDone(self._session, fetch.item.key, fetch.xfer_id))]
+
+    def _hand_back(self, address: Address, ack: XferAck) -> list[Effect]:
+        if ack.status is not XferStatus.OK or ack.session_id != self._session:
+            return []
+        return [SendToProducer(address, XferDone(self._session, ack.mm_hash, ack.xfer_id))]
+
+    # ── peers ────────────────────────────────────────────────────────────────
+
+    def _admit_peer(self, address: Address, now: float) -> str | None:
+        peer = self._peers.get(address)
+        if peer is None:
+            if len(self._peers) >= self._max_peers:
+                return f"{self._max_peers} producers are connected already (max_peers)"
+            self._peers[address] = _Peer(PeerState.CONNECTING, now)
+            self._peer_clock.set(address, now + self._connect_timeout)
+        elif peer.state is PeerState.UP:
+            self._rest(address, now)
+        return None
+
+    def _rest(self, address: Address, now: float) -> None:
+        self._peer_clock.set(address, now + PEER_IDLE_SECONDS)
+
+    def _peer_due(self, address: Address, now: float) -> list[Effect]:
+        peer = self._peers[address]
+        if peer.state is PeerState.UP:
+            if peer.fetches:
+                self._rest(address, now)
+                return []
+            return self._forget(address)
+        peer.state = PeerState.DOWN
+        effects: list[Effect] = []
+        text = f"no connection to {address} for {now - peer.since:.1f} s"
+        for key in sorted(peer.fetches):
+            effects += self._fail(key, "peer_unreachable", text)
+        if now >= peer.since + PEER_IDLE_SECONDS:
+            return [*effects, *self._forget(address)]
+        self._peer_clock.set(address, peer.since + PEER_IDLE_SECONDS)
+        return effects
+
+    def _forget(self, address: Address) -> list[Effect]:
+        if self._peers.pop(address, None) is None:
+            return []
+        self._peer_clock.cancel(address)
+        return [Disconnect(address)]
+
+
+def _pin(client: bytes) -> str:
+    return f"client/{client.hex()}"
+
+
+def _same_item(a: FetchItem, b: FetchItem) -> bool:
+    if not b.peer_host:
+        return True  # asks for whatever this pool has; it checks the answer itself
+    return (a.nbytes, a.dtype, a.shape) == (b.nbytes, b.dtype, b.shape)
+
+
+def _fits(entry: Entry, item: FetchItem) -> bool:
+    if not item.peer_host:
+        return True
+    have = (entry.nbytes, entry.dtype, tuple(entry.shape))
+    return have == (item.nbytes, item.dtype, tuple(item.shape))
+
+
+def _ack_fault(ack: XferAck, item: FetchItem) -> str:
+    """What is wrong with an OK ack for this item; empty when nothing is."""
+    sent = (ack.nbytes, ack.dtype, ack.shape)
+    due = (item.nbytes, item.dtype, item.shape)
+    if ack.status is XferStatus.OK and sent != due:
+        return f"the producer holds {sent} (bytes, dtype, shape) where {due} was announced"
+    return ""
