@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo: a real producer/consumer pair on tiny models, beside an ordinary vLLM."""
