@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ec_connector.errors import ECConnectorError
 
@@ -67,7 +67,7 @@ def lookup(name: str) -> DType:
     return found
 
 
-def of_array(array_dtype: np.dtype, declared: str = "") -> DType:  # type: ignore[type-arg]
+def of_array(array_dtype: np.dtype[Any], declared: str = "") -> DType:
     """The type of a numpy array's elements, or of what its carrier is ``declared`` to hold.
 
     ``declared`` ``"bfloat16"`` fits an array of ``uint16``; without it the
@@ -99,15 +99,15 @@ def nbytes_of(shape: Sequence[int], dtype: str) -> int:
     """Bytes of a contiguous tensor; a shape of no axes is one element.
 
     Raises:
-        DTypeError: unknown dtype, a size that is not a whole number >= 0, more
-            than ``MAX_RANK`` axes, or more than ``MAX_BYTES`` bytes.
+        DTypeError: unknown dtype, a negative size, more than ``MAX_RANK`` axes, or
+            more than ``MAX_BYTES`` bytes.
     """
     total = lookup(dtype).itemsize
     if len(shape) > MAX_RANK:
         raise DTypeError(f"a shape of {len(shape)} axes exceeds the limit of {MAX_RANK}")
     for size in shape:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise DTypeError(f"shape {list(shape)} holds {size!r}, which is not a size")
+        if size < 0:
+            raise DTypeError(f"shape {list(shape)} holds {size}, which is no size")
         total *= size
     # Compared after the loop: a later axis of 0 makes any product 0.
     if total > MAX_BYTES:
