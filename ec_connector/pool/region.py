@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool's memory: one anonymous region that several processes map.
+
+Layout, numbers little-endian::
+
+    0       magic "ECPOOL" and layout version (u16)     8 bytes
+    8       data offset, block size, number of blocks   3 x u64
+    32      token                                       16 bytes
+    page 1  generation of each block                    u64 each
+    ...     data, from the next page on: block 0, block 1, ...
+
+The memory has no name anywhere: it is gone with the last process that has it
+open, however that one ends. Others open it as ``/proc/<pid>/fd/<fd>`` of the
+process that made it, which the kernel allows to the same user only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+import stat
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from ec_connector.errors import RegionError
+from ec_connector.pool.memory import memory_room, show_bytes
+from ec_connector.protocol.messages import RegionRef
+
+_PAGE = mmap.PAGESIZE
+_MAGIC = b"ECPOOL\x01\x00"
+_HEADER = struct.Struct("<8s3Q16s")
+_TABLE_OFFSET = _PAGE
+_BLOCK_ALIGNMENT = 8  # rows of any dtype start aligned
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; some hosts insist on it, older ones do not know it
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+
+
+class Region:
+    """A mapped pool region: ``num_blocks`` blocks of ``block_bytes`` bytes, and a table.
+
+    ``ref`` is what another process needs to open it; ``ref.nbytes`` counts the
+    blocks alone, without header and table. ``buffer`` is all blocks as one flat
+    uint8 view that starts on a page.
+    """
+
+    def __init__(self, ref: RegionRef, mapping: mmap.mmap, *, writable: bool, fd: int) -> None:
+        """Use :meth:`create` or :meth:`open`. ``fd`` is kept open until closed (-1: none)."""
+        self.ref = ref
+        self.block_bytes = ref.block_bytes
+        self.num_blocks = ref.nbytes // ref.block_bytes
+        self.writable = writable
+        self._fd = fd
+        self._mapping: mmap.mmap | None = mapping
+        whole = memoryview(mapping)
+        data = _data_offset(self.num_blocks)
+        self._generations = whole[_TABLE_OFFSET : _TABLE_OFFSET + 8 * self.num_blocks].cast("Q")
+        self._data = whole[data : data + ref.nbytes]
+
+    @classmethod
+    def create(cls, nbytes: int, block_bytes: int) -> Region:
+        """Make a zeroed region of as many whole blocks as ``nbytes`` holds, all of it in memory.
+
+        Raises:
+            RegionError: less than one block, a block size that is not a
+                multiple of 8, or more memory than this process can have.
+        """
+        if block_bytes < 1 or block_bytes % _BLOCK_ALIGNMENT:
+            raise RegionError(
+                f"a block of {block_bytes} bytes: it must be a multiple of {_BLOCK_ALIGNMENT}"
+            )
+        num_blocks = nbytes // block_bytes
+        if num_blocks < 1:
+            raise RegionError(
+                f"a pool of {nbytes} bytes does not hold one block of {block_bytes} bytes"
+            )
+        data = _data_offset(num_blocks)
+        size = data + num_blocks * block_bytes
+        _check_memory(size)
+        fd = _anonymous_file(size)
+        try:
+            token = secrets.token_bytes(16)
+            os.pwrite(fd, _HEADER.pack(_MAGIC, data, block_bytes, num_blocks, token), 0)
+            mapping = mmap.mmap(fd, size)
+            _populate(mapping)
+        except OSError as error:
+            os.close(fd)
+            raise RegionError(f"cannot map a pool of {show_bytes(size)}: {error}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        ref = RegionRef(
+            pid=os.getpid(),
+            fd=fd,
+            nbytes=num_blocks * block_bytes,
+            block_bytes=block_bytes,
+            token=token.hex(),
+        )
+        return cls(ref, mapping, writable=True, fd=fd)
+
+    @classmethod
+    def open(cls, ref: RegionRef, *, writable: bool) -> Region:
+        """Map the region that another process (or this one) made.
+
+        ``ref`` may come from a peer and is not trusted: nothing but a region
+        with its token is opened, and a descriptor that is something else is
+        neither read nor waited for.
+
+        Raises:
+            RegionError: the process or its descriptor is gone or not ours to
+                open, or it is not that region; the text says which.
+        """
+        where = f"descriptor {ref.fd} of process {ref.pid}"
+        size = _size_of(ref)
+        try:
+            with _opened(f"/proc/{ref.pid:d}/fd/{ref.fd:d}", os.O_PATH) as path_fd:
+                _check_kind(os.fstat(path_fd), size, where)
+                # Only what has been looked at is opened: the path may have changed meanwhile.
+                # O_NONBLOCK, because somebody may hold a lease on a file.
+                flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOCTTY
+                with _opened(f"/proc/self/fd/{path_fd}", flags) as fd:
+                    _check_cannot_shrink(fd, where)
+                    _check_header(os.pread(fd, _HEADER.size, 0), ref, where)
+                    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+                    mapping = mmap.mmap(fd, size, access=access)
+        except FileNotFoundError as error:
+            raise RegionError(f"{where} does not exist (any more)") from error
+        except PermissionError as error:
+            raise RegionError(f"{where} may not be opened by user {os.geteuid()}") from error
+        except OSError as error:
+            raise RegionError(f"{where} cannot be mapped: {error}") from error
+        return cls(ref, mapping, writable=writable, fd=-1)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All blocks, flat uint8, page aligned. Raises RegionError once closed."""
+        self._check_open()
+        return self._data
+
+    def views(self, extents: Sequence[tuple[int, int]], nbytes: int) -> list[memoryview]:
+        """The first ``nbytes`` bytes of these extents, one flat uint8 view a piece, in order.
+
+        Raises:
+            RegionError: an extent is outside the region, they hold less than
+                ``nbytes``, or the region is closed.
+        """
+        self._check_open()
+        views = []
+        left = nbytes
+        for start, count in extents:
+            if start < 0 or count < 1 or start + count > self.num_blocks:
+                raise RegionError(
+                    f"extent of {count} blocks at {start} in a region of {self.num_blocks}"
+                )
+            size = min(left, count * self.block_bytes)
+            if size > 0:
+                offset = start * self.block_bytes
+                views.append(self._data[offset : offset + size])
+                left -= size
+        if left or nbytes < 0:
+            raise RegionError(
+                f"{nbytes} bytes asked of {len(extents)} extents that hold {nbytes - left}"
+            )
+        return views
+
+    def generation(self, block: int) -> int:
+        """The generation noted for a block; 0 if none.
+
+        Whoever copies from a region of another process reads this after the
+        copy: if it is not the generation that was granted, the copy may be torn.
+        """
+        self._check_block(block)
+        return self._generations[block]
+
+    def set_generation(self, block: int, value: int) -> None:
+        """Note the generation of the entry that starts at this block (0: none)."""
+        self._check_block(block)
+        if not self.writable:
+            raise RegionError("the region is mapped read-only")
+        self._generations[block] = value
+
+    def close(self) -> None:
+        """Unmap, as soon as no view of it is left. Safe to call again."""
+        if self._mapping is None:
+            return
+        mapping, self._mapping = self._mapping, None
+        self._generations = self._data = memoryview(b"")
+        # Views that somebody still holds keep the mapping; it goes with the last of them.
+        with contextlib.suppress(BufferError):
+            mapping.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _check_open(self) -> None:
+        if self._mapping is None:
+            raise RegionError("the region is closed")
+
+    def _check_block(self, block: int) -> None:
+        self._check_open()
+        if not 0 <= block < self.num_blocks:
+            raise RegionError(f"block {block} in a region of {self.num_blocks}")
+
+
+def _data_offset(num_blocks: int) -> int:
+    return -(-(_TABLE_OFFSET + 8 * num_blocks) // _PAGE) * _PAGE
+
+
+def _size_of(ref: RegionRef) -> int:
+    """Bytes of the whole region, header and table included. Raises RegionError."""
+    if ref.block_bytes < 1 or ref.nbytes < ref.block_bytes or ref.nbytes % ref.block_bytes:
+        raise RegionError(f"{ref.nbytes} bytes are not whole blocks of {ref.block_bytes} bytes")
+    return _data_offset(ref.nbytes // ref.block_bytes) + ref.nbytes
+
+
+def _check_memory(size: int) -> None:
+    room = memory_room()
+    if room is not None and size > room.nbytes:
+        raise RegionError(
+            f"a pool of {show_bytes(size)} does not fit: {room.source} leaves "
+            f"{show_bytes(room.nbytes)} available ({room.details}). "
+            "Ask for a smaller pool or give the process more memory"
+        )
+
+
+def _anonymous_file(size: int) -> int:
+    """A descriptor of ``size`` zeroed bytes without a name, for this user only."""
+    failures = []
+    for where in ("memfd", "/dev/shm", tempfile.gettempdir()):  # noqa: S108 - no name is made there
+        try:
+            fd = _memfd() if where == "memfd" else _unnamed_file(where)
+        except OSError as error:
+            failures.append(f"{where}: {error.strerror}")
+            continue
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size)
+            # An error here, rather than a fatal signal when the pages are touched.
+            os.posix_fallocate(fd, 0, size)
+            if where == "memfd":
+                # So that no process that has it open can cut pages off under the others.
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            failures.append(f"{where}: {error.strerror}")
+            continue
+        return fd
+    raise RegionError(f"no memory for a pool of {show_bytes(size)}: {'; '.join(failures)}")
+
+
+def _memfd() -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create("ec_connector", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("ec_connector", flags)
+
+
+def _unnamed_file(directory: str) -> int:
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def _populate(mapping: mmap.mmap) -> None:
+    """Have every page in memory now, not at the first save of an engine step."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for offset in range(_TABLE_OFFSET, len(mapping), _PAGE):
+            mapping[offset] = 0
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _check_kind(status: os.stat_result, size: int, where: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RegionError(f"{where} is not memory but a {_kind(status.st_mode)}")
+    if status.st_nlink:
+        raise RegionError(f"{where} is a file with a name, not a region")
+    if status.st_size != size:
+        raise RegionError(f"{where} has {status.st_size} bytes, the region {size}")
+
+
+def _kind(mode: int) -> str:
+    for kind, test in (
+        ("FIFO", stat.S_ISFIFO),
+        ("socket", stat.S_ISSOCK),
+        ("device", lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode)),
+        ("directory", stat.S_ISDIR),
+    ):
+        if test(mode):
+            return kind
+    return "descriptor of another kind"
+
+
+def _check_cannot_shrink(fd: int, where: str) -> None:
+    """A file that is cut off under a mapping kills the reader: trust a seal, or our own user."""
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        sealed = False
+    if not sealed and os.fstat(fd).st_uid != os.geteuid():
+        raise RegionError(f"{where} belongs to another user, who could cut it off")
+
+
+def _check_header(header: bytes, ref: RegionRef, where: str) -> None:
+    num_blocks = ref.nbytes // ref.block_bytes
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise RegionError(f"{where} holds no region of this layout version")
+    _, data, block_bytes, blocks, token = _HEADER.unpack(header)
+    # The token first: only who has it learns more about the region.
+    if not hmac.compare_digest(token.hex().encode(), ref.token.encode()):
+        raise RegionError(f"{where} is another region: its token differs")
+    if (data, block_bytes, blocks) != (_data_offset(num_blocks), ref.block_bytes, num_blocks):
+        raise RegionError(
+            f"{where} has {blocks} blocks of {block_bytes} bytes at {data}, "
+            f"not {num_blocks} of {ref.block_bytes}"
+        )
