@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the router's application in a server of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+
+import uvicorn
+
+from ec_connector.proxy.app import build_app
+from ec_connector.proxy.options import Options
+
+logger = logging.getLogger("vllm.ec_connector.proxy")
+
+
+def serve(options: Options) -> int:
+    """Serve until SIGINT or SIGTERM. Returns 0, or 1 when the address is not to be had."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s %(message)s")
+    try:
+        listener = listen(options.host, options.port)
+    except OSError as error:
+        logger.error("cannot listen on %s port %d: %s", options.host, options.port, error)
+        return 1
+    with listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        logger.info(
+            "router on http://%s:%d, encode %s, decode %s",
+            shown, port, " ".join(options.encode), " ".join(options.decode),
+        )  # fmt: skip
+        with contextlib.suppress(KeyboardInterrupt):  # raised again after an orderly end
+            server(options).run(sockets=[listener])
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+
+
+def server(options: Options) -> uvicorn.Server:
+    """The server around the application, not yet running."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            build_app(options),
+            log_config=None,
+            access_log=False,
+            # Answers carry the decoder's own.
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
