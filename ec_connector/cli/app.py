@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs. Each imports what it needs when it runs, so that ``--help`` stays quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ec_connector import __version__
+from ec_connector.config import SETTING_KEYS, Settings
+from ec_connector.errors import ConfigError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Encoder outputs of multimodal models, moved between vLLM engines.",
+)
+# The verb has options of its own, --help among them.
+_PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+_SETTINGS_HELP = "Settings as a JSON object, or a file that holds one."
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Encoder outputs of multimodal models, moved between vLLM engines."""
+
+
+@app.command()
+def config(
+    check: Annotated[
+        str, typer.Option("--check", metavar="FILE|JSON", help=f"Check this. {_SETTINGS_HELP}")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Print every setting with its default, or check a configuration."""
+    if check:
+        settings = _settings(check)
+        print(settings.to_json().decode() if as_json else "the configuration is good")
+        return
+    if as_json:
+        rows = [
+            {
+                "key": key.name,
+                "type": key.kind,
+                "default": key.written(key.default),
+                "description": key.description,
+            }
+            for key in SETTING_KEYS
+        ]
+        print(msgspec.json.encode(rows).decode())
+        return
+    table = Table("key", "default", "what it does")
+    for key in SETTING_KEYS:
+        table.add_row(key.name, _plain(key.written(key.default)), key.description)
+    _console().print(table)
+
+
+@app.command()
+def doctor(
+    settings: Annotated[
+        str, typer.Option("--config", metavar="FILE|JSON", help=_SETTINGS_HELP)
+    ] = "{}",
+    as_json: AsJson = False,
+) -> None:
+    """Check whether this host and this Python can run the connector."""
+    from ec_connector.cli.doctor import PROBLEM, examine
+
+    findings = examine(_settings(settings))
+    if as_json:
+        print(msgspec.json.encode(findings).decode())
+    else:
+        table = Table("check", "", "finding")
+        for finding in findings:
+            table.add_row(finding.check, finding.status, finding.text)
+        _console().print(table)
+    if any(finding.status == PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def demo(context: typer.Context) -> None:
+    """Run a real producer/consumer pair on tiny models, beside an ordinary vLLM."""
+    from ec_connector.demo import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def proxy(context: typer.Context) -> None:
+    """Route OpenAI chat requests: media to an encoding server, then all to a decoding one."""
+    from ec_connector.proxy import main
+
+    raise typer.Exit(main(context.args))
+
+
+def _settings(text: str) -> Settings:
+    """Settings from JSON or from a file; ends the command when there are none."""
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            print(f"cannot read {text!r} (and it is no JSON object): {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+    try:
+        return Settings.from_json(text)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _console() -> Console:
+    # Settings and findings are text: "[::1]:5000" is an address, no markup.
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
