@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool: its memory (``region``) and who holds which blocks of it (``blocks``)."""

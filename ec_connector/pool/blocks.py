@@ -25,73 +25,23 @@ clock that counts seconds. Each call costs the same at any number of entries.
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
 
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
+from ec_connector.pool.audit import Books, audit
+from ec_connector.pool.entry import Entry, EntryState, Usage
 from ec_connector.pool.extents import FreeExtents
 from ec_connector.pool.pins import Expiries, Record
 from ec_connector.pool.story import Stories
+
+__all__ = ["FEW_PIECES", "BlockPool", "Entry", "EntryState", "Usage"]
 
 FEW_PIECES = 16
 """An item in more pieces than this is worth evicting a little more for: see ``reserve``."""
 _LOOK_AHEAD = 8  # so many of the least recently used are looked at for one that leaves one run
 _MORE_EVICTIONS = 8  # so many entries at most go for the sake of fewer pieces
-
-
-class EntryState(enum.Enum):
-    """What an entry's blocks are for."""
-
-    SAVING = "saving"
-    READY = "ready"
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One generation of one item and the blocks it holds.
-
-    ``nbytes`` raw bytes of ``dtype`` (torch's name) and ``shape`` fill the
-    ``extents`` (first block, count) in order. ``owner`` reserved it for its
-    engine step ``step``. ``pins`` maps a session to when its pin ends (seconds;
-    None: only by unpinning). ``findable``: ``get`` returns it.
-    """
-
-    key: str
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    extents: list[tuple[int, int]]
-    generation: int
-    owner: bytes
-    step: int
-    state: EntryState = EntryState.SAVING
-    pins: dict[str, float | None] = field(default_factory=dict)
-    findable: bool = True
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks it holds."""
-        return sum(count for _, count in self.extents)
-
-
-@dataclass(slots=True, frozen=True)
-class Usage:
-    """The pool in blocks: ``free + saving + ready == num_blocks``.
-
-    ``pinned`` is the part of ``ready`` that has pins; the rest can be evicted.
-    ``entries`` counts entries that hold blocks, findable or not.
-    """
-
-    num_blocks: int
-    free: int
-    saving: int
-    ready: int
-    pinned: int
-    entries: int
-    largest_free_extent: int
 
 
 class BlockPool:
@@ -342,43 +292,22 @@ class BlockPool:
     def validate(self) -> None:
         """Check every invariant, at a cost that grows with the pool. Raises InternalError."""
         self._free.validate()
-        self._validate_blocks()
-        for entry in self._held.values():
-            self._validate_entry(entry)
-        by_state = {
-            "saving": (
-                {g for steps in self._saving.values() for step in steps.values() for g in step},
-                {g for g, e in self._held.items() if e.state is EntryState.SAVING},
-            ),
-            "evictable": (
-                set(self._evictable),
-                {g for g, e in self._held.items() if e.state is EntryState.READY and not e.pins},
-            ),
-            "pinned": (
-                {g for held in self._pinned.values() for g in held},
-                {g for g, e in self._held.items() if e.pins},
-            ),
-        }
-        counted = {
-            "saving": self._saving_blocks,
-            "evictable": self._evictable_blocks,
-            "pinned": self._pinned_blocks,
-        }
-        for name, (indexed, true) in by_state.items():
-            if indexed != true:
-                raise InternalError(f"{name}: index has generations {indexed}, entries say {true}")
-            blocks = sum(self._held[generation].blocks for generation in true)
-            if blocks != counted[name]:
-                raise InternalError(
-                    f"{name}: {counted[name]} blocks counted, entries have {blocks}"
-                )
-        for key, entry in self._found.items():
-            if entry.key != key or self._held.get(entry.generation) is not entry:
-                raise InternalError(f"{key!r} is findable but holds no blocks\n{self._told(key)}")
-        if not all(steps and all(steps.values()) for steps in self._saving.values()):
-            raise InternalError("an empty step or owner was kept")
-        if not all(self._pinned.values()):
-            raise InternalError("a session without pins was kept")
+        audit(
+            Books(
+                num_blocks=self.num_blocks,
+                block_bytes=self.block_bytes,
+                free_runs=self._free.runs(),
+                held=self._held,
+                found=self._found,
+                saving=self._saving,
+                pinned=self._pinned,
+                evictable=self._evictable,
+                saving_blocks=self._saving_blocks,
+                pinned_blocks=self._pinned_blocks,
+                evictable_blocks=self._evictable_blocks,
+                told=self._told,
+            )
+        )
 
     # ── inside ───────────────────────────────────────────────────────────────
 
@@ -390,7 +319,7 @@ class BlockPool:
             if start is not None:
                 return [(start, need)]
             if self._free.total < need:
-                self._evict(self._victim(need))
+                self._drop(self._victim(need), "evicted")
                 continue
             pieces = self._free.take(need, FEW_PIECES)
             if pieces is not None:
@@ -403,18 +332,15 @@ class BlockPool:
                 return pieces
             more_entries -= 1
             more_blocks -= victim.blocks
-            self._evict(victim)
+            self._drop(victim, "evicted")
 
     def _victim(self, need: int) -> Entry:
         """The least recently used; of the first few rather one that leaves one long run."""
         for entry in islice(self._evictable.values(), _LOOK_AHEAD):
-            longest = max(self._free.run_after_giving(*extent) for extent in entry.extents)
-            if longest >= need:
+            some = islice(entry.extents, FEW_PIECES)
+            if any(self._free.run_after_giving(*extent) >= need for extent in some):
                 return entry
         return next(iter(self._evictable.values()))
-
-    def _evict(self, entry: Entry) -> None:
-        self._drop(entry, "evicted")
 
     def _drop(self, entry: Entry, why: str) -> None:
         if entry.pins:
@@ -493,33 +419,3 @@ class BlockPool:
 
     def _told(self, key: str) -> str:
         return "\n".join(self.story(key))
-
-    def _validate_blocks(self) -> None:
-        runs = [(start, count, "free") for start, count in self._free.runs()]
-        for entry in self._held.values():
-            runs += [(start, count, f"{entry.key!r}") for start, count in entry.extents]
-        runs.sort()
-        position, before = 0, "the start"
-        for start, count, whose in runs:
-            if start != position or count < 1:
-                raise InternalError(
-                    f"{whose} has {count} blocks at {start}, after {before} up to {position}: "
-                    + ("one block twice" if start < position else "blocks lost")
-                )
-            position, before = start + count, whose
-        if position != self.num_blocks:
-            raise InternalError(f"blocks {position} to {self.num_blocks} are lost after {before}")
-
-    def _validate_entry(self, entry: Entry) -> None:
-        told = self._told(entry.key)
-        if entry.findable != (self._found.get(entry.key) is entry):
-            raise InternalError(f"{entry.key!r}: findable={entry.findable} is wrong\n{told}")
-        if entry.blocks != max(1, -(-entry.nbytes // self.block_bytes)):
-            raise InternalError(f"{entry.key!r}: {entry.nbytes} bytes in {entry.blocks} blocks")
-        if entry.state is EntryState.SAVING and entry.pins:
-            raise InternalError(f"{entry.key!r} is pinned while it is saved\n{told}")
-        if entry.state is EntryState.READY and not (entry.findable or entry.pins):
-            raise InternalError(f"{entry.key!r} is dropped, unpinned, and holds blocks\n{told}")
-        for session in entry.pins:
-            if self._pinned.get(session, {}).get(entry.generation) is not entry:
-                raise InternalError(f"{entry.key!r}: pin of {session!r} is not indexed\n{told}")
