@@ -49,6 +49,8 @@ class BlockPool:
 
     on_free: Callable[[Entry], None] | None
     """Called with an entry when its blocks become free, before they can be handed out again."""
+    on_ready: Callable[[Entry], None] | None
+    """Called with an entry when it becomes READY."""
 
     def __init__(self, num_blocks: int, block_bytes: int) -> None:
         if num_blocks < 1 or block_bytes < 1:
@@ -56,6 +58,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.on_free = None
+        self.on_ready = None
         self._free = FreeExtents(num_blocks)
         self._found: dict[str, Entry] = {}
         self._held: dict[int, Entry] = {}  # by generation: every entry that holds blocks
@@ -143,6 +146,8 @@ class BlockPool:
         entry.state = EntryState.READY
         self._make_evictable(entry)
         self._note(entry, "ready")
+        if self.on_ready is not None:
+            self.on_ready(entry)
         return entry
 
     def abandon(self, key: str, generation: int) -> bool:

@@ -44,6 +44,7 @@ from ec_connector.protocol.effects import (
     Effect,
     SendToProducer,
     Span,
+    StopCopy,
     Tell,
 )
 from ec_connector.protocol.fingerprint import Identity
@@ -192,16 +193,22 @@ class ConsumerMachine:
         if entry is not None:
             return []
         assert address is not None
-        if (refusal := self._admit_peer(address, now)) is not None:
-            return self._fail(item.key, "peer_refused", refusal)
+        effects: list[Effect] = []
+        if address not in self._peers:
+            if len(self._peers) >= self._max_peers:
+                text = f"{self._max_peers} producers are connected already (max_peers)"
+                return self._fail(item.key, "peer_refused", text)
+            self._peers[address] = _Peer(PeerState.CONNECTING, now)
+            self._peer_clock.set(address, now + self._connect_timeout)
+            effects.append(Connect(address))
         peer = self._peers[address]
         peer.fetches.add(item.key)
-        if peer.state is PeerState.DOWN and now >= peer.since + self._connect_timeout:
-            return self._fail(item.key, "peer_unreachable", f"{address} has been away")
-        connect: list[Effect] = []
-        if peer.state is PeerState.CONNECTING and len(peer.fetches) == 1 and peer.since == now:
-            connect = [Connect(address)]
-        return [*connect, *self._start(item.key, now)]
+        if peer.state is PeerState.UP:
+            self._rest(address, now)
+        elif peer.state is PeerState.DOWN and now >= peer.since + self._connect_timeout:
+            text = f"no connection to {address} for {now - peer.since:.1f} s"
+            return self._fail(item.key, "peer_unreachable", text)
+        return [*effects, *self._start(item.key, now)]
 
     def release(self, client: bytes, key: str, now: float) -> list[Effect]:
         """A client needs an item no longer, whether it has it or still waits for it."""
@@ -231,7 +238,9 @@ class ConsumerMachine:
         """An item that this engine itself was saving is ready."""
         fetch = self._fetches.get(key)
         entry = self._pool.get(key)
-        if fetch is None or fetch.state is not FetchState.LOCAL or entry is None:
+        if fetch is None or fetch.state is not FetchState.LOCAL:
+            return []
+        if entry is None or entry.state is not EntryState.READY:
             return []
         if not _fits(entry, fetch.item):
             return self._fail(key, "mismatch", "what was saved here is of another size or shape")
@@ -282,7 +291,7 @@ class ConsumerMachine:
     def answered(
         self, address: Address, ack: XferAck, payload: int | None, now: float
     ) -> list[Effect]:
-        """A producer answered. ``payload``: bytes that came behind the ack, None if none did."""
+        """A producer answered. ``payload``: length of what came behind the ack, None if nothing."""
         fetch = self._match(address, ack)
         if fetch is None or fetch.state is not FetchState.ASKED or fetch.entry is None:
             return self._hand_back(address, ack)
@@ -311,15 +320,12 @@ class ConsumerMachine:
     def arrived(
         self, address: Address, chunk: XferChunk, payload: int | None, now: float
     ) -> list[Effect]:
-        """A chunk came. ``payload``: bytes written where :meth:`landing` said, None if nowhere."""
+        """A chunk came. ``payload``: length of what came behind it, None if nothing."""
         fetch = self._match(address, chunk)
         if fetch is None or fetch.state is not FetchState.RECEIVING:
             return []
         key = fetch.item.key
-        if payload is None:
-            text = f"chunk at {chunk.offset} of {chunk.nbytes} bytes; {fetch.received} were in"
-            return self._fail(key, "mismatch", text, hand_back=True)
-        return self._landed(key, payload, chunk.nbytes, now)
+        return self._landed(key, payload or 0, chunk.nbytes, now)
 
     def copied(self, xfer_id: int, fault: str, now: float) -> list[Effect]:
         """Same-host plane: the copy is done (``fault`` empty) or could not be had.
@@ -336,7 +342,7 @@ class ConsumerMachine:
             return self._landed(key, fetch.entry.nbytes, fetch.entry.nbytes, now)
         self.counts["memory_plane_refused"] += 1
         effects = self._done_effects(fetch)
-        return [*effects, *self._ask(key, without="memory")]
+        return [*effects, *self._ask(key, now, without="memory")]
 
     # ── what connections say ─────────────────────────────────────────────────
 
@@ -353,7 +359,7 @@ class ConsumerMachine:
         effects: list[Effect] = []
         for key in sorted(peer.fetches):
             if self._fetches[key].state in (FetchState.ASKED, FetchState.RECEIVING):
-                effects += self._ask(key)
+                effects += self._ask(key, now)
         return effects
 
     def peer_down(self, address: Address, now: float) -> list[Effect]:
@@ -389,7 +395,7 @@ class ConsumerMachine:
         for key, client in self._waiters.due(now):
             effects += self._expire(key, client)
         for key in self._retries.due(now):
-            effects += self._ask(key)
+            effects += self._ask(key, now)
         for address in self._peer_clock.due(now):
             effects += self._peer_due(address, now)
         return effects
@@ -420,11 +426,11 @@ class ConsumerMachine:
                 raise InternalError(f"the fetch of {key!r} is {fetch.state} with {fetch.entry}")
             if (fetch.state is FetchState.ROOM) != (key in self._waiting_for_room):
                 raise InternalError(f"the fetch of {key!r} and the queue for room differ")
+        if len(self._peer_clock) != len(self._peers):
+            raise InternalError("a peer without a clock would never be given up")
         for address, peer in self._peers.items():
             if any(self._fetches[key].address != address for key in peer.fetches):
                 raise InternalError(f"{address} is charged with another peer's fetch")
-            if not peer.fetches and peer.state is PeerState.UP and len(self._peer_clock) == 0:
-                raise InternalError(f"idle peer {address} will never be closed")
         if len(self._by_xfer) != sum(f.entry is not None for f in self._fetches.values()):
             raise InternalError("transfers and fetches differ in number")
         for client, entries in self._pinned.items():
@@ -437,6 +443,11 @@ class ConsumerMachine:
     def _start(self, key: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
         item = fetch.item
+        if self._pool.get(key) is not None:
+            # While this fetch waited for room, the engine itself came to save the item.
+            self._waiting_for_room.pop(key, None)
+            fetch.state = FetchState.LOCAL
+            return self.saved(key, now)
         try:
             fetch.entry = self._pool.reserve(
                 key, item.nbytes, item.dtype, tuple(item.shape), owner=OWNER, step=0, now=now
@@ -448,16 +459,15 @@ class ConsumerMachine:
             self._waiting_for_room[key] = None
             return []
         self._waiting_for_room.pop(key, None)
-        return self._ask(key)
+        return self._ask(key, now)
 
-    def _ask(self, key: str, without: str = "") -> list[Effect]:
+    def _ask(self, key: str, now: float, without: str = "") -> list[Effect]:
         fetch = self._fetches[key]
         assert fetch.address is not None
         self._renumber(fetch)
         fetch.state = FetchState.ASKED
         fetch.received = fetch.owed_credit = 0
         patience = max(w.deadline for w in fetch.waiters.values())
-        first_asked = min(w.asked_at for w in fetch.waiters.values())
         req = XferReq(
             mm_hash=key,
             compatibility_hash=self._identity.compatibility_hash,
@@ -467,7 +477,7 @@ class ConsumerMachine:
             planes=[plane for plane in self._planes if plane != without],
             credit_bytes=self._window,
             chunk_bytes=self._chunk,
-            timeout_ms=max(1, int((patience - first_asked) * 1000)),
+            timeout_ms=max(1, int((patience - now) * 1000)),
         )
         self.counts["requests_sent"] += 1
         return [SendToProducer(fetch.address, req)]
@@ -500,7 +510,7 @@ class ConsumerMachine:
         fetch = self._fetches[key]
         assert fetch.entry is not None and fetch.address is not None
         if payload != expected:
-            text = f"{payload} payload bytes where {expected} were due"
+            text = f"{payload} payload bytes fit where {expected} were due"
             return self._fail(key, "mismatch", text, hand_back=True)
         fetch.received += payload
         self.counts["bytes_received"] += payload
@@ -591,11 +601,12 @@ class ConsumerMachine:
         for client in fetch.waiters:
             self._waiters.cancel((key, client))
         if fetch.entry is not None:
-            # Only this agent's loop writes fetched bytes, so nothing can still be writing.
+            # Only this agent's loop writes fetched bytes, and it carries out StopCopy first.
             self._pool.abandon(key, fetch.entry.generation)
         if fetch.address is not None and (peer := self._peers.get(fetch.address)) is not None:
             peer.fetches.discard(key)
-        return []
+        copying = fetch.state is FetchState.RECEIVING and fetch.plane == "memory"
+        return [StopCopy(fetch.xfer_id)] if copying and fetch.entry is not None else []
 
     def _done_effects(self, fetch: _Fetch) -> list[Effect]:
         if fetch.address is None:
@@ -608,17 +619,6 @@ class ConsumerMachine:
         return [SendToProducer(address, XferDone(self._session, ack.mm_hash, ack.xfer_id))]
 
     # ── peers ────────────────────────────────────────────────────────────────
-
-    def _admit_peer(self, address: Address, now: float) -> str | None:
-        peer = self._peers.get(address)
-        if peer is None:
-            if len(self._peers) >= self._max_peers:
-                return f"{self._max_peers} producers are connected already (max_peers)"
-            self._peers[address] = _Peer(PeerState.CONNECTING, now)
-            self._peer_clock.set(address, now + self._connect_timeout)
-        elif peer.state is PeerState.UP:
-            self._rest(address, now)
-        return None
 
     def _rest(self, address: Address, now: float) -> None:
         self._peer_clock.set(address, now + PEER_IDLE_SECONDS)

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from ec_connector.pool.blocks import Entry
 from ec_connector.protocol.local import ToClient
-from ec_connector.protocol.messages import RegionRef, XferAck, XferChunk, XferCredit, XferDone, XferReq
+from ec_connector.protocol.messages import (
+    RegionRef,
+    XferAck,
+    XferChunk,
+    XferCredit,
+    XferDone,
+    XferReq,
+)
 
 
 class Address(NamedTuple):
@@ -94,6 +101,13 @@ class CopyFromPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class StopCopy:
+    """Do not go on with a copy: its target is no longer the fetch's to write."""
+
+    xfer_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Send a message to a client of this agent."""
 
@@ -101,4 +115,13 @@ class Tell:
     message: ToClient
 
 
-Effect = SendToConsumer | EndGrant | Connect | Disconnect | SendToProducer | CopyFromPeer | Tell
+Effect = (
+    SendToConsumer
+    | EndGrant
+    | Connect
+    | Disconnect
+    | SendToProducer
+    | CopyFromPeer
+    | StopCopy
+    | Tell
+)

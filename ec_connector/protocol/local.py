@@ -148,7 +148,7 @@ class Welcome(_Local, tag="welcome"):
 class ReservedItem(_Local):
     """Where to write one item: ``extents`` in blocks, in order.
 
-    ``held``: the pool has the item already, do not save it again. ``refused``:
+    ``held``: the pool has the item or is getting it, do not save it again. ``refused``:
     why there is no room (nothing to write; do not announce the item).
     """
 

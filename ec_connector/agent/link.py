@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's hold on its agent: starts it, starts it again when it dies, and talks to it.
+
+A thread sleeps on the agent process and starts the next one after a back-off, so
+the agent of an idle engine comes back too. Everything else happens in calls of
+the engine's own thread, and none of those waits unless told how long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+from ec_connector.agent.process import AgentProcess
+from ec_connector.client import AgentClient
+from ec_connector.config import AgentOptions, Settings
+from ec_connector.errors import AgentError, AgentLostError
+from ec_connector.protocol.fingerprint import Identity
+from ec_connector.protocol.local import ToAgent, ToClient, Welcome
+
+logger = logging.getLogger("vllm.ec_connector.link")
+
+FIRST_BACKOFF = 0.2
+MAX_BACKOFF = 30.0
+STEADY_SECONDS = 60.0
+"""An agent that lived this long did not die of its start: the back-off begins anew."""
+HELLO_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The agent is gone. What it had reserved or fetched is void."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """Another agent serves, with an empty pool in another region."""
+
+    welcome: Welcome
+
+
+LinkEvent = ToClient | LinkDown | LinkUp
+
+
+class EngineLink:
+    """One engine's agent. All methods are for one thread, the engine's.
+
+    Args:
+        settings: the connector's settings; with ``settings.agent`` a running
+            agent is used and none is started.
+        identity: what this engine is to its peers.
+        role: ``"scheduler"`` for an engine, ``"client"`` for anything else.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, role: str = "scheduler") -> None:
+        self._options = AgentOptions(settings=settings, identity=identity, owner_pid=os.getpid())
+        self._role = role
+        self._client: AgentClient | None = None
+        self._arrivals: queue.SimpleQueue[AgentProcess | LinkDown] = queue.SimpleQueue()
+        self._process: AgentProcess | None = None
+        self._closing = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self.welcome: Welcome | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether an agent serves, as far as is known."""
+        return self._client is not None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine's other processes reach the agent; empty while there is none."""
+        return self._client.endpoint if self._client is not None else ""
+
+    @property
+    def agent_pid(self) -> int:
+        """The agent's process id; 0 while there is none."""
+        return self.welcome.agent_pid if self.welcome is not None and self.up else 0
+
+    def start(self) -> Welcome:
+        """Start the agent and wait until it serves.
+
+        Raises:
+            AgentStartError: it did not come up.
+            AgentLostError: it came up and does not answer, or is of another version.
+        """
+        if self._options.settings.agent:
+            return self._join(self._options.settings.agent)
+        self._process = AgentProcess(self._options)
+        try:
+            welcome = self._join(self._process.endpoint)
+        except AgentError:
+            self._process.stop(0)
+            raise
+        self._keeper = threading.Thread(target=self._keep, name="ec-agent-keeper", daemon=True)
+        self._keeper.start()
+        return welcome
+
+    def poll(self) -> list[LinkEvent]:
+        """What has happened since the last call. Never waits."""
+        return self._collect(0.0)
+
+    def wait(self, timeout: float) -> list[LinkEvent]:
+        """Like :meth:`poll`, but waits up to ``timeout`` seconds for a message."""
+        return self._collect(timeout)
+
+    def send(self, message: ToAgent) -> bool:
+        """Queue a message for the agent. Never waits; False while there is none."""
+        return self._client is not None and self._client.send(message)
+
+    def close(self) -> None:
+        """End the agent, if this link started it. Idempotent."""
+        self._closing.set()
+        self._part()
+        process = self._process
+        if process is not None:
+            process.stop()
+        if self._keeper is not None:
+            self._keeper.join(HELLO_SECONDS)
+        # The keeper may have been starting another one meanwhile.
+        if self._process is not None and self._process is not process:
+            self._process.stop()
+
+    # ── the engine's thread ──────────────────────────────────────────────────
+
+    def _collect(self, timeout: float) -> list[LinkEvent]:
+        events: list[LinkEvent] = []
+        if self._client is not None:
+            events += self._client.receive(timeout)
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if isinstance(arrival, LinkDown):
+                self._part()
+                events.append(arrival)
+                continue
+            try:
+                events.append(LinkUp(self._join(arrival.endpoint)))
+            except AgentLostError as error:
+                # It died between its start and now; the keeper knows and says so next.
+                logger.warning("the new agent does not answer: %s", error)
+        return events
+
+    def _join(self, endpoint: str) -> Welcome:
+        client = AgentClient(endpoint, self._role)
+        try:
+            self.welcome = client.hello(HELLO_SECONDS)
+        except AgentLostError:
+            client.close()
+            raise
+        self._client = client
+        return self.welcome
+
+    def _part(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    # ── the keeper's thread ──────────────────────────────────────────────────
+
+    def _keep(self) -> None:
+        backoff = FIRST_BACKOFF
+        started = time.monotonic()
+        while True:
+            assert self._process is not None
+            status = self._process.wait()
+            if self._closing.is_set():
+                return
+            self._process.stop(0)
+            reason = f"the agent (pid {self._process.pid}) ended with status {status}"
+            logger.error("%s; starting another", reason)
+            self._arrivals.put(LinkDown(reason))
+            if time.monotonic() - started > STEADY_SECONDS:
+                backoff = FIRST_BACKOFF
+            started = self._start_again(backoff)
+            if self._closing.is_set():
+                return
+            backoff = min(backoff * 2, MAX_BACKOFF)
+            logger.warning("another agent serves (pid %d)", self._process.pid)
+            self._arrivals.put(self._process)
+
+    def _start_again(self, backoff: float) -> float:
+        """Try until an agent serves or the link closes; when it was started."""
+        while not self._closing.wait(backoff):
+            try:
+                self._process = AgentProcess(self._options)
+            except (AgentError, OSError) as error:
+                backoff = min(backoff * 2, MAX_BACKOFF)
+                logger.error("no agent, next try in %.1f s: %s", backoff, error)
+            else:
+                break
+        return time.monotonic()

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an agent listens: a TCP port for peers, a nameless local socket for its engine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+
+import zmq
+
+from ec_connector.config import WILDCARD_HOSTS
+from ec_connector.errors import AgentStartError
+from ec_connector.protocol.messages import MAX_BODY_BYTES
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+def bind_peers(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int
+) -> tuple[zmq.Socket[bytes], int]:
+    """A bound ROUTER for peers and its port (the given one, or a free one for 0).
+
+    Raises:
+        AgentStartError: names the address and what is wrong with it.
+    """
+    router = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 0),  # what may be queued is bounded by credit and by parked requests
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.ROUTER_HANDOVER, 0),
+        (zmq.IPV6, 1),
+        (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
+    ):
+        router.setsockopt(option, value)
+    host = host or DEFAULT_HOST
+    shown = f"[{host}]" if ":" in host and host != "::" else "*" if host in WILDCARD_HOSTS else host
+    try:
+        router.bind(f"tcp://{shown}:{port or '*'}")
+    except zmq.ZMQError as error:
+        router.close(linger=0)
+        what = {
+            errno.EADDRINUSE: "it is in use: stop the other process, or set another port "
+            "(or port 0, for a free one that is announced)",
+            errno.EADDRNOTAVAIL: "this host has no such address: check bind_host",
+        }.get(error.errno, error.strerror or str(error))
+        raise AgentStartError(f"cannot listen for peers on {host}:{port or 'any'}: {what}") from error
+    bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    return router, int(bound.rpartition(":")[2])
+
+
+def bind_local(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], str]:
+    """A bound ROUTER for this user's processes on this host, and its endpoint.
+
+    The name lives in the kernel only, so nothing is left on a disk however the
+    agent ends; it is random, so nobody can take it first; and processes of
+    other users are turned away by their credentials.
+    """
+    local = context.socket(zmq.ROUTER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, 0),
+        (zmq.ROUTER_MANDATORY, 1),
+        (zmq.IPC_FILTER_UID, os.getuid()),
+    ):
+        local.setsockopt(option, value)
+    endpoint = f"ipc://@ec-connector-{secrets.token_hex(16)}"
+    try:
+        local.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise AgentStartError(f"cannot listen for the engine on {endpoint}: {error}") from error
+    return local, endpoint
+
+
+def advertised_host(bind_host: str, advertise_host: str) -> str:
+    """The address to announce to peers."""
+    if advertise_host:
+        return advertise_host
+    if bind_host not in WILDCARD_HOSTS:
+        return bind_host or DEFAULT_HOST
+    return _own_address()
+
+
+def _own_address() -> str:
+    """This host's address on the way out, or loopback when there is no way out.
+
+    Connecting a datagram socket sends nothing; it only makes the kernel choose a route.
+    The target is from the range set aside for documentation.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return DEFAULT_HOST
+        return str(probe.getsockname()[0])

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent: one loop that owns the clock, every socket and the pool's bookkeeping.
+
+Everything is decided by the machines in ``protocol/``; here their events come in
+and their effects go out. One thread: whatever blocks would stop every transfer,
+so nothing here does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterable
+
+import zmq
+
+from ec_connector.agent.lifeline import Lifelines
+from ec_connector.agent.listen import advertised_host, bind_local, bind_peers
+from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
+from ec_connector.agent.receive import discard_rest, take_answer, take_request
+from ec_connector.agent.transmit import Transmitter
+from ec_connector.config import AgentOptions
+from ec_connector.agent.same_host import SameHostPlane
+from ec_connector.errors import WireError
+from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.pool.region import Region
+from ec_connector.protocol.addresses import AllowList
+from ec_connector.protocol.consumer import ConsumerMachine
+from ec_connector.protocol.effects import (
+    Address,
+    Connect,
+    CopyFromPeer,
+    Disconnect,
+    Effect,
+    EndGrant,
+    SendToConsumer,
+    SendToProducer,
+    StopCopy,
+    Tell,
+)
+from ec_connector.protocol.local import (
+    AskStats,
+    DropAll,
+    Fetch,
+    Hello,
+    Release,
+    Reserve,
+    Saved,
+    SaveFailed,
+    Stats,
+    StepDone,
+    ToAgent,
+    ToClient,
+    Welcome,
+    decode_to_agent,
+    encode_local,
+)
+from ec_connector.protocol.local import Refused as RefusedMessage
+from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, encode
+from ec_connector.protocol.producer import ProducerMachine
+from ec_connector.protocol.saves import Lost, SaveDesk
+
+logger = logging.getLogger("vllm.ec_connector.agent")
+
+_BUDGET = 64
+"""Messages taken from one socket before the others have their turn."""
+_SWEEP_MS = 5
+"""How often frames still leaving are looked at while a grant waits to end."""
+_ENGINE = b"engine"
+"""Who reserves for an engine: its scheduler asks for room, its worker fills it."""
+
+
+class Agent:
+    """One agent. :meth:`run` serves until a signal or the owner's death.
+
+    Raises:
+        RegionError: the pool's memory cannot be had.
+        AgentStartError: the port is taken, or the address cannot be bound.
+    """
+
+    def __init__(self, options: AgentOptions) -> None:
+        settings = options.settings
+        self.agent_id = secrets.token_hex(8)
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._lifelines = Lifelines(
+            lambda fd: self._poller.register(fd, zmq.POLLIN), self._poller.unregister
+        )
+        self._owner = options.owner_pid
+        # First of all, so that an owner that dies during a long start is noticed at its end.
+        self._orphan = bool(self._owner) and not self._lifelines.watch(self._owner)
+        self.router, self.port = bind_peers(self._context, settings.bind_host, settings.port)
+        self.local, self.endpoint = bind_local(self._context)
+        self.host = advertised_host(settings.bind_host, settings.advertise_host)
+        self.region = Region.create(settings.pool_size, settings.block_size)
+        self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
+        self.pool.on_free = self._on_free
+        self.pool.on_ready = self._on_ready
+        planes = tuple(settings.planes)
+        self.producer = ProducerMachine(
+            self.pool,
+            options.identity,
+            self.region.ref,
+            planes=planes,
+            lease=settings.lease,
+            max_parked=settings.max_parked,
+        )
+        self.consumer = ConsumerMachine(
+            self.pool,
+            options.identity,
+            self.agent_id,
+            planes=planes,
+            chunk_bytes=settings.chunk_size,
+            window_bytes=settings.window,
+            connect_timeout=settings.connect_timeout,
+            max_peers=settings.max_peers,
+        )
+        self.desk = SaveDesk(self.pool)
+        self.transmitter = Transmitter(self.router, self.region, self.pool)
+        self.peers = PeerSockets(
+            self._context,
+            self._poller,
+            AllowList.parse(settings.allow_peers),
+            max(settings.chunk_size, 64 * 1024),
+        )
+        self.same_host = SameHostPlane(self.region)
+        self._clients: dict[bytes, Hello] = {}
+        self._stopping = False
+        self._dropped_frames = 0
+        for sock in (self.router, self.local):
+            self._poller.register(sock, zmq.POLLIN)
+
+    # ── life ─────────────────────────────────────────────────────────────────
+
+    def stop(self) -> None:
+        """End :meth:`run` after the current turn. Callable from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        wake_out, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        previous = signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
+        self._poller.register(wake_out, zmq.POLLIN)
+        try:
+            while not (self._stopping or self._orphan):
+                self.turn(self._patience())
+        finally:
+            signal.set_wakeup_fd(previous)
+            os.close(wake_in)
+            os.close(wake_out)
+
+    def turn(self, timeout_ms: int | None) -> None:
+        """Wait for something to happen, and deal with all of it."""
+        ready: dict[object, int] = dict(self._poller.poll(timeout_ms))
+        now = time.monotonic()
+        for pid in self._lifelines.ended(ready):
+            self._process_ended(pid, now)
+        if self.local in ready:
+            self._read_clients(now)
+        if self.router in ready:
+            self._read_consumers(now)
+        for change in self.peers.changes(ready):
+            if isinstance(change, Up):
+                self._do(self.consumer.peer_up(change.address, now), now)
+            elif isinstance(change, Down):
+                self.same_host.forget(change.address)
+                self._do(self.consumer.peer_down(change.address, now), now)
+            elif isinstance(change, Refused):
+                logger.warning("peer=%s refused: %s", change.address, change.message)
+                self._do(self.consumer.peer_refused(change.address, change.message), now)
+        for address, dealer in self.peers.readable(ready):
+            self._read_producer(address, dealer)
+        for copied in self.same_host.work():
+            now = time.monotonic()
+            self._do(self.consumer.copied(copied.xfer_id, copied.fault, now), now)
+        now = time.monotonic()
+        self._do(self.producer.tick(now), now)
+        self._do(self.consumer.tick(now), now)
+        self._do(self.consumer.room(now), now)
+        self.transmitter.sweep(now)
+
+    def close(self) -> None:
+        """Close every socket and give the memory back."""
+        self.peers.close_all()
+        self.same_host.close()
+        self._lifelines.close()
+        self._context.destroy(linger=0)
+        self.region.close()
+
+    def _patience(self) -> int | None:
+        if self.peers.pending() or self.same_host.busy():
+            return 0
+        waits = [self.producer.deadline(), self.consumer.deadline()]
+        now = time.monotonic()
+        left = [max(0, int((when - now) * 1000) + 1) for when in waits if when is not None]
+        if self.transmitter.busy():
+            left.append(_SWEEP_MS)
+        return min(left, default=None)
+
+    # ── clients of this host ─────────────────────────────────────────────────
+
+    def _read_clients(self, now: float) -> None:
+        for _ in range(_BUDGET):
+            try:
+                client = self.local.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = self.local.recv() if self.local.rcvmore else b""
+            extra = discard_rest(self.local)
+            try:
+                if extra:
+                    raise WireError(f"{2 + extra} frames; 2 were due")
+                self._from_client(client, decode_to_agent(frame), now)
+            except WireError as error:
+                logger.error("a client's message was refused: %s", error)
+                self._tell(client, RefusedMessage(str(error)))
+
+    def _from_client(self, client: bytes, message: ToAgent, now: float) -> None:
+        if isinstance(message, Hello):
+            self._welcome(client, message, now)
+            return
+        if client not in self._clients:
+            raise WireError(f"{type(message).__name__} before Hello")
+        owner = client if self._clients[client].role == "client" else _ENGINE
+        if isinstance(message, Fetch):
+            for item in message.items:
+                self._do(self.consumer.fetch(client, item, now), now)
+        elif isinstance(message, Release):
+            for key in message.keys:
+                self._do(self.consumer.release(client, key, now), now)
+        elif isinstance(message, Reserve):
+            self._tell(client, self.desk.reserve(owner, message, now))
+        elif isinstance(message, Saved):
+            for key in self.desk.saved(message, now):
+                self._do(self.producer.saved(key, now), now)
+                self._do(self.consumer.saved(key, now), now)
+        elif isinstance(message, SaveFailed):
+            logger.error("mm_hash=%s save failed: %s", message.key, message.message)
+            self._lost(self.desk.failed(message), now)
+        elif isinstance(message, StepDone):
+            self._lost(self.desk.step_done(owner, message.step), now)
+        elif isinstance(message, DropAll):
+            dropped = self.pool.drop_all()
+            logger.warning("the model's weights changed: %d items dropped", dropped)
+            self._do(self.consumer.drop_all(), now)
+        elif isinstance(message, AskStats):
+            self._tell(client, Stats(self.stats(), message.seq))
+
+    def _welcome(self, client: bytes, hello: Hello, now: float) -> None:
+        self._clients[client] = hello
+        welcome = Welcome(
+            agent_id=self.agent_id,
+            agent_pid=os.getpid(),
+            region=self.region.ref,
+            peer_host=self.host,
+            peer_port=self.port,
+        )
+        self._tell(client, welcome)
+        if not self._lifelines.watch(hello.pid):
+            self._process_ended(hello.pid, now)
+
+    def _process_ended(self, pid: int, now: float) -> None:
+        if pid == self._owner:
+            logger.info("owner process %d ended", pid)
+            self._orphan = True
+        for client in [c for c, hello in self._clients.items() if hello.pid == pid]:
+            del self._clients[client]
+            self._do(self.consumer.client_gone(client, now), now)
+            self._lost(self.desk.owner_gone(client), now)
+
+    def _lost(self, lost: Iterable[Lost], now: float) -> None:
+        for item in lost:
+            self._do(self.producer.lost(item.key, item.message, item.traceback), now)
+            self._do(self.consumer.lost(item.key), now)
+
+    def _tell(self, client: bytes, message: ToClient) -> None:
+        try:
+            self.local.send_multipart([client, encode_local(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # Its process is ending; the lifeline will say so and clear what it held.
+            logger.debug("client %s cannot be told: %s", client.hex(), error)
+
+    # ── peers ────────────────────────────────────────────────────────────────
+
+    def _read_consumers(self, now: float) -> None:
+        for _ in range(_BUDGET):
+            try:
+                peer, message = take_request(self.router)
+            except zmq.Again:
+                return
+            except WireError as error:
+                self._drop("consumer", error)
+                continue
+            if isinstance(message, XferReq):
+                self._do(self.producer.asked(peer, message, now), now)
+            elif isinstance(message, XferCredit):
+                self._do(self.producer.credited(peer, message, now), now)
+            else:
+                self._do(self.producer.done(peer, message), now)
+
+    def _read_producer(self, address: Address, dealer: zmq.Socket[bytes]) -> None:
+        for _ in range(_BUDGET):
+            if dealer.closed:
+                return
+            try:
+                message, payload = take_answer(
+                    dealer, self.region, lambda m: self.consumer.landing(address, m)
+                )
+            except zmq.Again:
+                return
+            except WireError as error:
+                self._drop(str(address), error)
+                continue
+            now = time.monotonic()
+            if isinstance(message, XferAck):
+                self._do(self.consumer.answered(address, message, payload, now), now)
+            else:
+                self._do(self.consumer.arrived(address, message, payload, now), now)
+
+    def _drop(self, peer: str, error: WireError) -> None:
+        self._dropped_frames += 1
+        if self._dropped_frames & (self._dropped_frames - 1) == 0:  # 1, 2, 4, 8 ... times
+            logger.warning("peer=%s message dropped (%d so far): %s", peer, self._dropped_frames, error)
+
+    # ── effects ──────────────────────────────────────────────────────────────
+
+    def _do(self, effects: list[Effect], now: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell):
+                self._tell(effect.client, effect.message)
+            elif isinstance(effect, SendToConsumer):
+                if not self.transmitter.send(effect):
+                    self._do(self.producer.peer_gone(effect.peer), now)
+            elif isinstance(effect, EndGrant):
+                self.transmitter.end(effect, now)
+            elif isinstance(effect, SendToProducer):
+                self.peers.send(effect.address, encode(effect.message))
+            elif isinstance(effect, Connect):
+                self.peers.open(effect.address)
+            elif isinstance(effect, Disconnect):
+                self.peers.close(effect.address)
+                self.same_host.forget(effect.address)
+            elif isinstance(effect, CopyFromPeer):
+                self.same_host.start(effect)
+            elif isinstance(effect, StopCopy):
+                self.same_host.stop(effect.xfer_id)
+
+    # ── the pool ─────────────────────────────────────────────────────────────
+
+    def _on_ready(self, entry: Entry) -> None:
+        self.region.set_generation(entry.extents[0][0], entry.generation)
+
+    def _on_free(self, entry: Entry) -> None:
+        # Before the blocks can be written again, so that a reader that looks afterwards sees it.
+        self.region.set_generation(entry.extents[0][0], 0)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and gauges of this moment, by name."""
+        usage = self.pool.usage()
+        values = {
+            "blocks": usage.num_blocks,
+            "blocks_free": usage.free,
+            "blocks_pinned": usage.pinned,
+            "entries": usage.entries,
+            "bytes_sent": self.transmitter.bytes_sent,
+            "clients": len(self._clients),
+            "frames_dropped": self._dropped_frames,
+        }
+        for machine in (self.producer, self.consumer):
+            values.update(machine.gauges())
+        for counts in (self.producer.counts, self.consumer.counts, self.desk.counts):
+            values.update(counts)
+        return values

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to producers: one DEALER and its monitor per address.
+
+Addresses come from clients' requests. A name is resolved in a thread (a slow
+name server must not stop the loop), every address it stands for is checked
+against the allow-list, and what was checked is what is dialled.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ec_connector.errors import PeerRefusedError
+from ec_connector.protocol.addresses import AllowList
+from ec_connector.protocol.effects import Address
+
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 5000
+
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """The connection to ``address`` is ready."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """The connection to ``address`` broke, or an attempt failed. It is retried."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """``address`` may not be dialled, or stands for nothing."""
+
+    address: Address
+    message: str
+
+
+Change = Up | Down | Refused
+
+
+@dataclass(slots=True)
+class _Connection:
+    dealer: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+
+class PeerSockets:
+    """The DEALER sockets of one agent.
+
+    Args:
+        context: the agent's ZMQ context.
+        poller: sockets and the wake-up descriptor are registered here.
+        allowed: who may be dialled.
+        max_frame_bytes: a larger frame ends the connection it came on.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, allowed: AllowList,
+        max_frame_bytes: int,
+    ) -> None:
+        self._context = context
+        self._poller = poller
+        self._allowed = allowed
+        self._max_frame_bytes = max_frame_bytes
+        self._connections: dict[Address, _Connection] = {}
+        self._wanted: set[Address] = set()
+        self._resolved: queue.SimpleQueue[tuple[Address, list[str] | str]] = queue.SimpleQueue()
+        self._changes: list[Change] = []
+        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        poller.register(self._wake_out, zmq.POLLIN)
+
+    def open(self, address: Address) -> None:
+        """Start connecting; :meth:`changes` tells how it goes."""
+        self._wanted.add(address)
+        try:
+            ipaddress.ip_address(address.host)
+        except ValueError:
+            name = f"resolve-{address.host}"[:60]
+            threading.Thread(target=self._resolve, args=(address,), name=name, daemon=True).start()
+        else:
+            self._dial(address, [address.host])
+
+    def close(self, address: Address) -> None:
+        """Forget a peer."""
+        self._wanted.discard(address)
+        connection = self._connections.pop(address, None)
+        if connection is not None:
+            self._poller.unregister(connection.dealer)
+            self._poller.unregister(connection.monitor)
+            connection.dealer.disable_monitor()
+            connection.monitor.close(linger=0)
+            connection.dealer.close(linger=0)
+
+    def close_all(self) -> None:
+        """Forget every peer and the wake-up descriptor."""
+        for address in list(self._connections):
+            self.close(address)
+        self._poller.unregister(self._wake_out)
+        os.close(self._wake_out)
+        os.close(self._wake_in)
+
+    def send(self, address: Address, body: bytes) -> bool:
+        """Queue a message to a producer. False when there is no connection to queue it on."""
+        connection = self._connections.get(address)
+        if connection is None:
+            return False
+        try:
+            connection.dealer.send_multipart([b"", body], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def readable(self, ready: dict[object, int]) -> Iterator[tuple[Address, zmq.Socket[bytes]]]:
+        """Connections with messages, out of what a poll returned."""
+        for address, connection in list(self._connections.items()):
+            if connection.dealer in ready:
+                yield address, connection.dealer
+
+    def changes(self, ready: dict[object, int]) -> list[Change]:
+        """What became of connections since the last call."""
+        if self._wake_out in ready:
+            os.read(self._wake_out, 4096)
+            while not self._resolved.empty():
+                address, found = self._resolved.get()
+                if address in self._wanted and address not in self._connections:
+                    if isinstance(found, str):
+                        self._changes.append(Refused(address, found))
+                    else:
+                        self._dial(address, found)
+        for address, connection in list(self._connections.items()):
+            if connection.monitor in ready:
+                self._changes += self._read_monitor(address, connection.monitor)
+        changes, self._changes = self._changes, []
+        return changes
+
+    def pending(self) -> bool:
+        """Whether :meth:`changes` has something that no poll will report."""
+        return bool(self._changes)
+
+    def _resolve(self, address: Address) -> None:
+        found: list[str] | str
+        try:
+            infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            found = sorted({str(info[4][0]) for info in infos})
+        except (OSError, UnicodeError) as error:
+            found = f"{address.host!r} does not resolve: {error}"
+        self._resolved.put((address, found))
+        try:
+            os.write(self._wake_in, b"x")
+        except OSError:
+            return  # the agent is closing, or a wake-up is due already
+
+    def _dial(self, address: Address, found: list[str]) -> None:
+        try:
+            self._allowed.check(address.host, address.port, found)
+        except PeerRefusedError as error:
+            self._changes.append(Refused(address, str(error)))
+            return
+        ip = found[0]
+        dealer = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
+            (zmq.IPV6, 1),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.MAXMSGSIZE, self._max_frame_bytes),
+        ):
+            dealer.setsockopt(option, value)
+        monitor = dealer.get_monitor_socket(_WATCHED)
+        self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        self._connections[address] = _Connection(dealer, monitor)
+        dealer.connect(f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}")
+
+    def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> list[Change]:
+        changes: list[Change] = []
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            change = Up if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Down
+            changes.append(change(address))
+        return changes

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting an agent process and ending it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ec_connector.config import AgentOptions
+from ec_connector.errors import AgentStartError
+
+START_SECONDS = 30.0
+"""A start takes a third of a second, and more where a large pool is prefaulted."""
+_LINE_LIMIT = 64 * 1024
+
+
+class AgentProcess:
+    """One agent process, from its start to its end.
+
+    It runs in a session of its own, so that Ctrl-C in the engine's terminal does
+    not end it before the engine; it ends with ``options.owner_pid`` by itself.
+
+    Raises:
+        AgentStartError: it did not come up; the text holds its own words.
+    """
+
+    def __init__(self, options: AgentOptions, timeout: float = START_SECONDS) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ec_connector.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,
+        )
+        try:
+            facts = self._converse(options, timeout)
+        except BaseException:
+            self.stop(0)
+            raise
+        self.endpoint: str = facts["endpoint"]
+
+    @property
+    def pid(self) -> int:
+        """The agent's process id."""
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for its end; the exit status."""
+        return self._process.wait()
+
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def stop(self, patience: float = 2.0) -> None:
+        """End it: SIGTERM, then SIGKILL after ``patience`` seconds. Returns when it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _converse(self, options: AgentOptions, timeout: float) -> dict[str, str]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(options.to_json() + b"\n")
+            self._process.stdin.flush()
+        line = self._first_line(timeout)
+        if not line.endswith(b"\n"):
+            status = self._process.poll()
+            ended = "did not answer" if status is None else f"ended with status {status}"
+            raise AgentStartError(
+                f"the agent {ended} within {timeout:g} s; its own words are on standard error"
+            )
+        facts: dict[str, str] = json.loads(line)
+        if "error" in facts:
+            raise AgentStartError(facts["error"])
+        return facts
+
+    def _first_line(self, timeout: float) -> bytes:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        until = time.monotonic() + timeout
+        line = b""
+        while not line.endswith(b"\n") and len(line) < _LINE_LIMIT:
+            ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+            chunk = os.read(fd, 4096) if ready else b""
+            if not chunk:
+                break
+            line += chunk
+        return line
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with this package importable however it was found here."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    if package_parent not in paths:
+        # Last, so that nothing beside the package hides another package.
+        paths.append(package_parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

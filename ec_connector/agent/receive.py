@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking messages off sockets without trusting their shape.
+
+Payload goes straight into pool blocks. ``recv_into`` cuts a longer frame short
+without a word, so its return value (the frame's full length) is compared with
+the room it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from ec_connector.agent.transmit import span_views
+from ec_connector.errors import WireError
+from ec_connector.pool.region import Region
+from ec_connector.protocol.effects import Span
+from ec_connector.protocol.messages import (
+    MAX_BODY_BYTES,
+    ToConsumer,
+    ToProducer,
+    decode_to_consumer,
+    decode_to_producer,
+)
+
+
+def discard_rest(socket: zmq.Socket[bytes]) -> int:
+    """Throw away the remaining frames of a message; how many they were."""
+    frames = 0
+    while socket.rcvmore:
+        socket.recv(copy=False)
+        frames += 1
+    return frames
+
+
+def take_request(router: zmq.Socket[bytes]) -> tuple[bytes, ToProducer]:
+    """One message from a consumer: its identity and what it says.
+
+    Raises:
+        zmq.Again: none is there.
+        WireError: it is not one; the rest of it has been thrown away.
+    """
+    identity = router.recv(zmq.NOBLOCK)
+    frames = [router.recv() for _ in range(2) if router.rcvmore]
+    extra = discard_rest(router)
+    if len(frames) != 2 or frames[0] or extra:
+        raise WireError(f"a request of {1 + len(frames) + extra} frames; 3 were due")
+    return identity, decode_to_producer(frames[1])
+
+
+def take_answer(
+    dealer: zmq.Socket[bytes], region: Region, landing: Callable[[ToConsumer], Span | None]
+) -> tuple[ToConsumer, int | None]:
+    """One message from a producer, its payload (if any) written where ``landing`` says.
+
+    The second value is the payload's length in bytes as it came, 0 when it had no place
+    and was thrown away, None when there was no payload.
+
+    Raises:
+        zmq.Again: none is there.
+        WireError: it is not one; the rest of it has been thrown away.
+    """
+    first = dealer.recv(zmq.NOBLOCK, copy=False)
+    body = dealer.recv(copy=False) if dealer.rcvmore and not len(first) else None
+    if body is None or len(body) > MAX_BODY_BYTES:
+        discard_rest(dealer)
+        raise WireError("an answer without a body, or with one beyond the limit")
+    try:
+        message = decode_to_consumer(body.buffer)
+    except WireError:
+        discard_rest(dealer)
+        raise
+    if not dealer.rcvmore:
+        return message, None
+    span = landing(message)
+    received = 0 if span is None else _receive_payload(dealer, region, span)
+    return message, 0 if discard_rest(dealer) else received
+
+
+def _receive_payload(dealer: zmq.Socket[bytes], region: Region, span: Span) -> int:
+    views = span_views(region, span)
+    if len(views) == 1:
+        length = dealer.recv_into(views[0])
+    else:
+        frame = dealer.recv(copy=False).buffer
+        length = len(frame)
+        offset = 0
+        for view in views if length == span.nbytes else ():
+            view[:] = frame[offset : offset + len(view)]
+            offset += len(view)
+    return length
