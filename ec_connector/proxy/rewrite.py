@@ -165,7 +165,7 @@ def _items_by_modality(
         modality = entry.get("modality") if isinstance(entry, dict) else None
         if modality is None and len(modalities) == 1:  # older vLLM does not say
             modality = next(iter(modalities))
-        if not indices or modality not in modalities:
+        if not indices or not isinstance(modality, str) or modality not in modalities:
             return None
         for index in indices:
             if index in placed:

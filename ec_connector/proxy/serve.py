@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import socket
 
 import uvicorn
@@ -30,7 +31,9 @@ def serve(options: Options) -> int:
             "router on http://%s:%d, encode %s, decode %s",
             shown, port, " ".join(options.encode), " ".join(options.decode),
         )  # fmt: skip
-        with contextlib.suppress(KeyboardInterrupt):  # raised again after an orderly end
+        # uvicorn raises the signal again after an orderly end: 0 then, not "killed".
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):
             server(options).run(sockets=[listener])
     return 0
 
@@ -48,6 +51,7 @@ def server(options: Options) -> uvicorn.Server:
             build_app(options),
             log_config=None,
             access_log=False,
+            log_level="warning",
             # Answers carry the decoder's own.
             server_header=False,
             date_header=False,
