@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: verbs, JSON, and exit statuses 0 good, 1 problem, 2 bad usage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ec_connector import __version__
+from ec_connector.config import SETTING_KEYS
+
+pytest.importorskip("typer", reason="the cli extra is not installed")
+from typer.testing import CliRunner
+
+from ec_connector.cli import app as app_module
+from ec_connector.cli import doctor
+
+
+def run(*arguments: str) -> Any:
+    """The command's result, in this process."""
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app_module.app, arguments)
+
+
+def test_version() -> None:
+    """The command tells the package's version, which is the distribution's."""
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.strip() == __version__
+
+
+def test_help_names_every_verb() -> None:
+    """--help lists what there is."""
+    result = run("--help")
+    assert result.exit_code == 0
+    for verb in ("config", "demo", "doctor", "proxy"):
+        assert verb in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [("nonsense",), ("config", "--nonsense"), ()])
+def test_bad_usage(arguments: tuple[str, ...]) -> None:
+    """An unknown verb or option, or none at all, is status 2."""
+    assert run(*arguments).exit_code == 2
+
+
+def test_config_lists_every_key() -> None:
+    """The table shows each key with its default; brackets in it are text."""
+    result = run("config")
+    assert result.exit_code == 0
+    for key in SETTING_KEYS:
+        assert key.name in result.stdout
+    assert "1GiB" in result.stdout
+    assert "127.0.0.0/8, ::1" in result.stdout
+
+
+def test_config_as_json_is_itself_a_configuration() -> None:
+    """The printed defaults can be given back and are good."""
+    keys = json.loads(run("config", "--json").stdout)
+    assert [key["key"] for key in keys] == [key.name for key in SETTING_KEYS]
+    printed = json.dumps({key["key"]: key["default"] for key in keys})
+    assert run("config", "--check", printed).exit_code == 0
+
+
+def test_config_check(tmp_path: Path) -> None:
+    """A good file is status 0, a bad one 1 with the reason, a missing one 2."""
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text('{"pool_size": "2GiB"}')
+    bad.write_text('{"pol_size": "2GiB"}')
+    assert run("config", "--check", str(good)).exit_code == 0
+    result = run("config", "--check", str(bad))
+    assert result.exit_code == 1
+    assert "did you mean 'pool_size'?" in result.stderr
+    result = run("config", "--check", str(tmp_path / "none.json"))
+    assert result.exit_code == 2
+    assert "none.json" in result.stderr
+
+
+def test_config_check_as_json() -> None:
+    """A checked configuration is printed whole, as the connector understood it."""
+    result = run("config", "--check", '{"pool_size": "2GiB"}', "--json")
+    assert json.loads(result.stdout)["pool_size"] == 2 << 30
+
+
+def test_doctor_reports_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One problem among the findings makes status 1; notes do not."""
+    note = doctor.Finding("a", doctor.NOTE, "[worth] knowing")
+    monkeypatch.setattr(doctor, "examine", lambda settings: [note])
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "[worth] knowing" in result.stdout
+    problem = doctor.Finding("b", doctor.PROBLEM, "broken")
+    monkeypatch.setattr(doctor, "examine", lambda settings: [note, problem])
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)[1] == {"check": "b", "status": "problem", "text": "broken"}
+
+
+def test_doctor_refuses_a_bad_configuration() -> None:
+    """The configuration is checked before the host."""
+    result = run("doctor", "--config", '{"port": -1}')
+    assert result.exit_code == 1
+    assert "port=-1" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["demo", "proxy"])
+def test_other_programs_get_their_own_options(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything after the verb, --help too, is passed on, and the status comes back."""
+    seen: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        return 1
+
+    monkeypatch.setattr(f"ec_connector.{verb}.main", main)
+    result = run(verb, "--port", "8000", "--help", "--flag", "word")
+    assert result.exit_code == 1
+    assert seen == [["--port", "8000", "--help", "--flag", "word"]]
+
+
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    """Without typer the command is status 2 and names the extra, with no traceback."""
+    code = (
+        "import sys; sys.modules['typer'] = None; "
+        "from ec_connector.cli import main; sys.exit(main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert done.returncode == 2
+    assert done.stderr == "ec-connector needs typer: pip install 'ec-connector[cli]'\n"
+
+
+def test_installed_command_runs() -> None:
+    """The console script of this environment is ours."""
+    script = Path(sys.executable).with_name("ec-connector")
+    if not os.access(script, os.X_OK):
+        pytest.skip("the package is not installed in this environment")
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, check=True, timeout=50
+    )
+    assert done.stdout.strip() == __version__
