@@ -98,7 +98,9 @@ class EngineLink:
         except AgentError:
             self._process.stop(0)
             raise
-        self._keeper = threading.Thread(target=self._keep, name="ec-agent-keeper", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._keep, args=(self._process,), name="ec-agent-keeper", daemon=True
+        )
         self._keeper.start()
         return welcome
 
@@ -163,29 +165,29 @@ class EngineLink:
 
     # ── the keeper's thread ──────────────────────────────────────────────────
 
-    def _keep(self) -> None:
+    def _keep(self, process: AgentProcess) -> None:
         backoff = FIRST_BACKOFF
         started = time.monotonic()
         while True:
-            assert self._process is not None
-            status = self._process.wait()
+            status = process.wait()
             if self._closing.is_set():
                 return
-            self._process.stop(0)
-            reason = f"the agent (pid {self._process.pid}) ended with status {status}"
+            process.stop(0)
+            reason = f"the agent (pid {process.pid}) ended with status {status}"
             logger.error("%s; starting another", reason)
             self._arrivals.put(LinkDown(reason))
             if time.monotonic() - started > STEADY_SECONDS:
                 backoff = FIRST_BACKOFF
-            started = self._start_again(backoff)
-            if self._closing.is_set():
+            successor = self._start_again(backoff)
+            if successor is None:
                 return
+            process, started = successor, time.monotonic()
             backoff = min(backoff * 2, MAX_BACKOFF)
-            logger.warning("another agent serves (pid %d)", self._process.pid)
-            self._arrivals.put(self._process)
+            logger.warning("another agent serves (pid %d)", process.pid)
+            self._arrivals.put(process)
 
-    def _start_again(self, backoff: float) -> float:
-        """Try until an agent serves or the link closes; when it was started."""
+    def _start_again(self, backoff: float) -> AgentProcess | None:
+        """Try until an agent serves; None when the link closes first."""
         while not self._closing.wait(backoff):
             try:
                 self._process = AgentProcess(self._options)
@@ -193,5 +195,5 @@ class EngineLink:
                 backoff = min(backoff * 2, MAX_BACKOFF)
                 logger.error("no agent, next try in %.1f s: %s", backoff, error)
             else:
-                break
-        return time.monotonic()
+                return self._process
+        return None

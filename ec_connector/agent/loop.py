@@ -21,9 +21,9 @@ from ec_connector.agent.lifeline import Lifelines
 from ec_connector.agent.listen import advertised_host, bind_local, bind_peers
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.receive import discard_rest, take_answer, take_request
+from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
-from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.errors import WireError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
@@ -323,7 +323,9 @@ class Agent:
     def _drop(self, peer: str, error: WireError) -> None:
         self._dropped_frames += 1
         if self._dropped_frames & (self._dropped_frames - 1) == 0:  # 1, 2, 4, 8 ... times
-            logger.warning("peer=%s message dropped (%d so far): %s", peer, self._dropped_frames, error)
+            logger.warning(
+                "peer=%s message dropped (%d so far): %s", peer, self._dropped_frames, error
+            )
 
     # ── effects ──────────────────────────────────────────────────────────────
 

@@ -81,7 +81,10 @@ class PeerSockets:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, allowed: AllowList,
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        allowed: AllowList,
         max_frame_bytes: int,
     ) -> None:
         self._context = context
@@ -200,7 +203,9 @@ class PeerSockets:
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         self._connections[address] = _Connection(dealer, monitor)
-        dealer.connect(f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}")
+        dealer.connect(
+            f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}"
+        )
 
     def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> list[Change]:
         changes: list[Change] = []

@@ -50,6 +50,7 @@ from ec_connector.protocol.effects import (
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.protocol.messages import (
+    MAX_HASH_CHARS,
     XferAck,
     XferChunk,
     XferCredit,
@@ -183,6 +184,9 @@ class ConsumerMachine:
             entry = self._pool.get(item.key)
         if entry is not None and entry.state is EntryState.READY:
             return [self._ready(client, entry, waiter, now, "pool", "")]
+        if len(item.key) > MAX_HASH_CHARS:
+            text = f"a key of over {MAX_HASH_CHARS} characters is not served"
+            return [self._failed(client, item, "missing", text)]
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
         address = Address(item.peer_host, item.peer_port) if item.peer_host else None
@@ -508,7 +512,8 @@ class ConsumerMachine:
 
     def _landed(self, key: str, payload: int, expected: int, now: float) -> list[Effect]:
         fetch = self._fetches[key]
-        assert fetch.entry is not None and fetch.address is not None
+        assert fetch.entry is not None
+        assert fetch.address is not None
         if payload != expected:
             text = f"{payload} payload bytes fit where {expected} were due"
             return self._fail(key, "mismatch", text, hand_back=True)
@@ -611,7 +616,8 @@ class ConsumerMachine:
     def _done_effects(self, fetch: _Fetch) -> list[Effect]:
         if fetch.address is None:
             return []
-        return [SendToProducer(fetch.address, XferDone(self._session, fetch.item.key, fetch.xfer_id))]
+        done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
+        return [SendToProducer(fetch.address, done)]
 
     def _hand_back(self, address: Address, ack: XferAck) -> list[Effect]:
         if ack.status is not XferStatus.OK or ack.session_id != self._session:

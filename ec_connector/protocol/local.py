@@ -59,11 +59,15 @@ class ReserveItem(_Local):
 
 
 class Reserve(_Local, tag="reserve"):
-    """Room for the items that engine step ``step`` will save; answered by :class:`Reserved`."""
+    """Room for the items that engine step ``step`` will save; answered by :class:`Reserved`.
+
+    With ``replace`` an item that is here already makes way for the new bytes.
+    """
 
     seq: int
     step: int
     items: list[ReserveItem]
+    replace: bool = False
 
 
 class Saved(_Local, tag="saved"):
@@ -207,9 +211,7 @@ class Refused(_Local, tag="refused"):
     message: str
 
 
-ToAgent = (
-    Hello | Reserve | Saved | SaveFailed | StepDone | Fetch | Release | DropAll | AskStats
-)
+ToAgent = Hello | Reserve | Saved | SaveFailed | StepDone | Fetch | Release | DropAll | AskStats
 ToClient = Welcome | Reserved | Ready | Failed | Stats | Refused
 
 _encoder = msgspec.msgpack.Encoder()

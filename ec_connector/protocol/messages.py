@@ -189,17 +189,19 @@ def decode_to_producer(body: bytes | memoryview) -> ToProducer:
         WireError: too large, not msgpack, an unknown type, a wrong field type,
             or a field beyond its limit.
     """
-    return _checked(_decode(_to_producer, body))
+    message: ToProducer = _checked(_decode(_to_producer, body))
+    return message
 
 
 def decode_to_consumer(body: bytes | memoryview) -> ToConsumer:
     """A body frame from a producer. Raises as :func:`decode_to_producer`."""
-    return _checked(_decode(_to_consumer, body))
+    message: ToConsumer = _checked(_decode(_to_consumer, body))
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> Any:
     if len(body) > MAX_BODY_BYTES:
-        raise WireError(f"a message body of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
+        raise WireError(f"a body of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
@@ -220,7 +222,9 @@ def _checked(message: Any) -> Any:
             raise WireError(f"more than {MAX_FACTORS} factors or planes")
     elif isinstance(message, XferAck):
         if len(message.shape) > MAX_RANK or any(size < 0 for size in message.shape):
-            raise WireError(f"shape {message.shape[: MAX_RANK + 1]} is not a shape of at most {MAX_RANK} axes")
+            raise WireError(
+                f"{message.shape[: MAX_RANK + 1]} is no shape of {MAX_RANK} axes or less"
+            )
         if len(message.extents) > MAX_EXTENTS or any(min(run) < 0 for run in message.extents):
             raise WireError("extents are negative or too many")
     return message

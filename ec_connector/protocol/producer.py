@@ -27,6 +27,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry, EntryState
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Effect, EndGrant, SendToConsumer, Span
@@ -206,8 +207,6 @@ class ProducerMachine:
 
     def validate(self) -> None:
         """Raise InternalError if the tables disagree with each other."""
-        from ec_connector.errors import InternalError
-
         if len(self._leases) != len(self._grants) or len(self._parking) != len(self._parked):
             raise InternalError("a grant or a parked request without its deadline")
         if sum(map(len, self._parked_on.values())) != len(self._parked):
@@ -257,7 +256,8 @@ class ProducerMachine:
             return [SendToConsumer(peer, ack, whole, pin), *self._end(key)]
         ack.xfer_id = req.xfer_id
         ack.nbytes, ack.dtype, ack.shape = entry.nbytes, entry.dtype, list(entry.shape)
-        if "memory" in self._planes and "memory" in req.planes and len(entry.extents) <= MAX_EXTENTS:
+        both = "memory" in self._planes and "memory" in req.planes
+        if both and len(entry.extents) <= MAX_EXTENTS:
             ack.plane, ack.region = "memory", self._region
             ack.extents, ack.generation = list(entry.extents), entry.generation
             return [SendToConsumer(peer, ack)]

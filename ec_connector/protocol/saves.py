@@ -25,6 +25,7 @@ from ec_connector.protocol.local import (
     Saved,
     SaveFailed,
 )
+from ec_connector.protocol.messages import MAX_HASH_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +46,27 @@ class SaveDesk:
 
     def reserve(self, owner: bytes, message: Reserve, now: float) -> Reserved:
         """Room for what a step will save."""
-        items = [self._reserve_one(owner, message.step, item, now) for item in message.items]
+        items = [self._reserve_one(owner, message, item, now) for item in message.items]
         return Reserved(message.seq, items)
 
-    def _reserve_one(self, owner: bytes, step: int, item: ReserveItem, now: float) -> ReservedItem:
+    def _reserve_one(
+        self, owner: bytes, message: Reserve, item: ReserveItem, now: float
+    ) -> ReservedItem:
         shape = tuple(item.shape)
+        if len(item.key) > MAX_HASH_CHARS:
+            return ReservedItem(item.key, refused=f"a key of over {MAX_HASH_CHARS} characters")
         entry = self._pool.get(item.key)
         if entry is not None:
-            if (entry.nbytes, entry.dtype, tuple(entry.shape)) == (item.nbytes, item.dtype, shape):
+            same = (entry.nbytes, entry.dtype, entry.shape) == (item.nbytes, item.dtype, shape)
+            if same and not message.replace:
                 self._pool.touch(item.key, now)
                 return ReservedItem(item.key, entry.generation, held=True)
             if entry.state is EntryState.SAVING:
-                return ReservedItem(item.key, refused="being saved with another size or shape")
-            self._pool.drop(item.key)  # the identifier now stands for other content
+                return ReservedItem(item.key, refused="being saved already, and not as the same")
+            self._pool.drop(item.key)  # the key now stands for other content
         try:
             entry = self._pool.reserve(
-                item.key, item.nbytes, item.dtype, shape, owner=owner, step=step, now=now
+                item.key, item.nbytes, item.dtype, shape, owner=owner, step=message.step, now=now
             )
         except PoolError as error:
             self.counts["reserve_refused"] += 1

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Producer and Consumer: the same machinery without vLLM, for numpy arrays.
+
+Example:
+    >>> import numpy as np
+    >>> from ec_connector import Consumer, Producer
+    >>> rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    >>> with Producer(pool_size="16MiB") as producer, Consumer(pool_size="16MiB") as consumer:
+    ...     announcement = producer.put("an image", rows)
+    ...     again = consumer.fetch("an image", announcement, timeout=5.0)
+    >>> bool((again == rows).all())
+    True
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from ec_connector.agent.link import EngineLink, LinkDown, LinkUp
+from ec_connector.arrays import array_of, bytes_of
+from ec_connector.config import Settings
+from ec_connector.errors import (
+    AgentDownError,
+    AgentLostError,
+    DeadlineError,
+    ItemMissingError,
+    MismatchError,
+    PoolError,
+    fetch_error,
+)
+from ec_connector.pool.region import Region
+from ec_connector.protocol.fingerprint import Identity
+from ec_connector.protocol.local import (
+    Failed,
+    Fetch,
+    FetchItem,
+    Ready,
+    Release,
+    Reserve,
+    Reserved,
+    ReservedItem,
+    ReserveItem,
+    Saved,
+    ToClient,
+)
+
+ANSWER_SECONDS = 5.0
+"""An agent answers in well under a millisecond; one that takes this long is stuck."""
+GRACE_SECONDS = 0.5
+"""How much later than the agent a client gives up on its own."""
+
+T = TypeVar("T")
+
+
+class _Member:
+    """What Producer and Consumer share: an agent, its region, one call at a time."""
+
+    def __init__(self, factors: Mapping[str, str] | None, settings: Mapping[str, Any]) -> None:
+        self.settings = Settings.parse(settings)
+        self._lock = threading.Lock()
+        self._link = EngineLink(self.settings, Identity(factors=dict(factors or {})), "client")
+        self._region = Region.open(self._link.start().region, writable=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that this side's agent serves peers on."""
+        welcome = self._link.welcome
+        assert welcome is not None
+        return welcome.peer_host, welcome.peer_port
+
+    @property
+    def agent_pid(self) -> int:
+        """Process id of the agent; 0 while there is none."""
+        return self._link.agent_pid
+
+    def close(self) -> None:
+        """End the agent, if this object started it. Idempotent."""
+        with self._lock:
+            self._link.close()
+            self._region.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _attach(self) -> None:
+        """Follow the agent if it was started anew since the last call."""
+        for event in self._link.poll():
+            if isinstance(event, LinkUp):
+                self._region.close()
+                self._region = Region.open(event.welcome.region, writable=True)
+        if not self._link.up:
+            raise AgentLostError("the agent is down; another is being started")
+
+    def _answer(self, wanted: Callable[[ToClient], T | None], timeout: float) -> T | None:
+        """The first message that ``wanted`` takes; None when the time is over."""
+        until = time.monotonic() + timeout
+        while (left := until - time.monotonic()) > 0:
+            # Short waits only where the agent's end would otherwise go unnoticed.
+            for event in self._link.wait(min(left, 0.25)):
+                if isinstance(event, LinkDown | LinkUp):
+                    raise AgentLostError(f"the agent was lost: {event}")
+                found = wanted(event)
+                if found is not None:
+                    return found
+        return None
+
+
+class Producer(_Member):
+    """Puts arrays into a pool and serves them to consumers.
+
+    Args:
+        factors: what this encoder is, by name (``{"model": ..., "weights": ...}``). A
+            consumer that knows one of them otherwise is refused.
+        settings: the configuration keys (``pool_size``, ``bind_host``, ``port`` ...).
+
+    Raises:
+        ConfigError, AgentStartError, RegionError: see :mod:`ec_connector.errors`.
+    """
+
+    def __init__(self, *, factors: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(factors, settings)
+        self._calls = 0
+
+    def put(
+        self, key: str, array: np.ndarray[Any, Any], dtype: str = "", *, modality: str = "image"
+    ) -> dict[str, Any]:
+        """Put an array under ``key`` and return its announcement, a dict of JSON values.
+
+        The array may have any shape and need not be contiguous; it is copied once.
+        ``dtype`` names what numpy lacks: an array of ``uint16`` with
+        ``dtype="bfloat16"``. A key that is held already gets the new bytes.
+
+        Raises:
+            PoolError: no room for it now, or ever.
+            AgentLostError: the agent died or does not answer.
+            DTypeError: an element type that cannot be carried.
+        """
+        name, raw = bytes_of(array, dtype)
+        with self._lock:
+            self._attach()
+            self._calls += 1
+            item = ReserveItem(key, raw.nbytes, name, list(array.shape))
+            place = self._reserve(Reserve(self._calls, self._calls, [item], replace=True))
+            source = memoryview(raw)
+            for view in self._region.views(place.extents, raw.nbytes):
+                view[:] = source[: len(view)]
+                source = source[len(view) :]
+            if not self._link.send(Saved([(key, place.generation)])):
+                raise AgentLostError("the agent was lost during a put")
+            host, port = self.address
+        return {
+            "item_indices": [0],
+            "metadata": {},
+            "modality": modality,
+            "peer_host": host,
+            "peer_port": port,
+            "size_bytes": raw.nbytes,
+            "shape": list(array.shape),
+            "dtype": name,
+        }
+
+    def _reserve(self, message: Reserve) -> ReservedItem:
+        def to_me(answer: ToClient) -> ReservedItem | None:
+            if isinstance(answer, Reserved) and answer.seq == message.seq:
+                return answer.items[0]
+            return None
+
+        place = self._answer(to_me, ANSWER_SECONDS) if self._link.send(message) else None
+        if place is None:
+            raise AgentLostError(f"the agent did not answer within {ANSWER_SECONDS:g} s")
+        if place.refused:
+            raise PoolError(place.refused)
+        return place
+
+
+class Consumer(_Member):
+    """Fetches arrays that producers announced.
+
+    Args:
+        factors: what is expected of producers, by name; see :class:`Producer`.
+        settings: the configuration keys (``pool_size``, ``fetch_timeout``, ``planes`` ...).
+    """
+
+    def __init__(self, *, factors: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(factors, settings)
+
+    def fetch(
+        self, key: str, announcement: Mapping[str, Any], timeout: float | None = None
+    ) -> np.ndarray[Any, Any]:
+        """The announced array: same dtype, shape and bytes, writable, the caller's own.
+
+        What numpy lacks comes as the unsigned integers that it was put as; the
+        announcement's ``dtype`` says what they are. ``timeout`` is in seconds,
+        ``fetch_timeout`` of the settings by default.
+
+        Raises:
+            FetchError: the subclass says why it cannot be had.
+        """
+        seconds = self.settings.fetch_timeout if timeout is None else timeout
+        item = _wanted(key, announcement, seconds)
+        with self._lock:
+            try:
+                self._attach()
+                ready = self._ask(item, seconds)
+            except AgentLostError as error:
+                raise AgentDownError(str(error)) from error
+            try:
+                return self._copy(ready)
+            finally:
+                self._link.send(Release([key]))
+
+    def _ask(self, item: FetchItem, seconds: float) -> Ready:
+        def to_me(answer: ToClient) -> Ready | Failed | None:
+            if isinstance(answer, Ready | Failed) and answer.key == item.key:
+                return answer
+            return None
+
+        if not self._link.send(Fetch([item])):
+            raise AgentLostError("the agent is down; another is being started")
+        answer = self._answer(to_me, seconds + GRACE_SECONDS)
+        if answer is None:
+            self._link.send(Release([item.key]))
+            raise DeadlineError(f"this side's agent did not answer within {seconds:g} s")
+        if isinstance(answer, Failed):
+            text = f"{item.key!r} from {answer.peer or 'the pool'}: {answer.message}"
+            raise fetch_error(answer.reason, text, answer.factor)
+        return answer
+
+    def _copy(self, ready: Ready) -> np.ndarray[Any, Any]:
+        raw = np.empty(ready.nbytes, np.uint8)
+        offset = 0
+        for view in self._region.views(ready.extents, ready.nbytes):
+            raw[offset : offset + len(view)] = view
+            offset += len(view)
+        if self._region.generation(ready.extents[0][0]) != ready.generation:
+            raise MismatchError(f"{ready.key!r} was overwritten while it was read")
+        return array_of(raw, ready.dtype, ready.shape)
+
+
+def _wanted(key: str, announcement: Mapping[str, Any], seconds: float) -> FetchItem:
+    if not announcement.get("peer_host"):
+        raise ItemMissingError(f"{key!r} is announced without an address: its producer had no room")
+    try:
+        return FetchItem(
+            key=key,
+            timeout_ms=max(1, int(seconds * 1000)),
+            peer_host=str(announcement["peer_host"]),
+            peer_port=int(announcement["peer_port"]),
+            nbytes=int(announcement["size_bytes"]),
+            dtype=str(announcement["dtype"]),
+            shape=[int(size) for size in announcement["shape"]],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise MismatchError(f"the announcement of {key!r} is unusable: {error!r}") from error
