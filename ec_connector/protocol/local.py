@@ -218,6 +218,9 @@ _encoder = msgspec.msgpack.Encoder()
 _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _to_client: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
 
+# Before msgspec 0.23 text and map keys of a free form fail with errors of Python's own.
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError)
+
 
 def encode_local(message: ToAgent | ToClient) -> bytes:
     """One message as one frame."""
@@ -230,7 +233,7 @@ def decode_to_agent(frame: bytes | memoryview) -> ToAgent:
         raise WireError(f"a local message of {len(frame)} bytes exceeds {MAX_LOCAL_BYTES}")
     try:
         return _to_agent.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNDECODABLE as error:
         raise WireError(f"undecodable local message: {error}") from error
 
 
@@ -238,5 +241,5 @@ def decode_to_client(frame: bytes | memoryview) -> ToClient:
     """An agent's frame. Raises WireError when it is not one."""
     try:
         return _to_client.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNDECODABLE as error:
         raise WireError(f"undecodable local message: {error}") from error

@@ -204,7 +204,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> 
         raise WireError(f"a body of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
+    # ValidationError is a DecodeError; msgspec before 0.23 lets a UnicodeDecodeError through.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"undecodable message of {len(body)} bytes: {error}") from error
 
 
