@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ec_connector import __version__
-from ec_connector.config import SETTING_KEYS, Settings
+from ec_connector.config import LOG_LEVELS, SETTING_KEYS, AgentOptions, Settings
 from ec_connector.errors import ConfigError
 
 app = typer.Typer(
@@ -98,6 +98,40 @@ def doctor(
         _console().print(table)
     if any(finding.status == PROBLEM for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def agent(
+    settings: Annotated[
+        str, typer.Option("--config", metavar="FILE|JSON", help=_SETTINGS_HELP)
+    ] = "{}",
+    log_level: Annotated[
+        str, typer.Option("--log-level", help=f"One of {', '.join(LOG_LEVELS)}.")
+    ] = "INFO",
+    as_json: AsJson = False,
+) -> None:
+    """Run an agent on its own until it is interrupted, and print where it listens."""
+    from ec_connector.agent.__main__ import run
+
+    chosen = _settings(settings)
+    if chosen.agent:
+        print("an agent cannot use another agent: leave the key agent out", file=sys.stderr)
+        raise typer.Exit(1)
+    try:
+        options = AgentOptions(settings=chosen, log_level=log_level.upper())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+
+    def announce(facts: dict[str, object]) -> None:
+        if as_json:
+            print(msgspec.json.encode(facts).decode(), flush=True)
+        elif "error" in facts:
+            print(facts["error"], file=sys.stderr)
+        else:
+            print(*(f"{name}: {fact}" for name, fact in facts.items()), sep="\n", flush=True)
+
+    raise typer.Exit(run(options, announce))
 
 
 @app.command(context_settings=_PASS_THROUGH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from typer.testing import CliRunner
 
 from ec_connector.cli import app as app_module
 from ec_connector.cli import doctor
+
+COMMAND = "import sys; from ec_connector.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 def run(*arguments: str) -> Any:
@@ -38,7 +41,7 @@ def test_help_names_every_verb() -> None:
     """--help lists what there is."""
     result = run("--help")
     assert result.exit_code == 0
-    for verb in ("config", "demo", "doctor", "proxy"):
+    for verb in ("agent", "config", "demo", "doctor", "proxy"):
         assert verb in result.stdout
 
 
@@ -120,6 +123,58 @@ def test_other_programs_get_their_own_options(verb: str, monkeypatch: pytest.Mon
     result = run(verb, "--port", "8000", "--help", "--flag", "word")
     assert result.exit_code == 1
     assert seen == [["--port", "8000", "--help", "--flag", "word"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "part"),
+    [
+        (("--config", '{"pol_size": 1}'), 1, "did you mean 'pool_size'?"),
+        (("--config", '{"agent": "ipc://@ec"}'), 1, "leave the key agent out"),
+        (("--log-level", "loud"), 2, "log_level='LOUD'"),
+    ],
+)
+def test_agent_refuses_bad_options(arguments: tuple[str, ...], status: int, part: str) -> None:
+    """An agent that was told nonsense does not start, and says what was wrong."""
+    result = run("agent", *arguments)
+    assert result.exit_code == status
+    assert part in result.stderr
+
+
+def test_agent_runs_alone_until_it_is_stopped() -> None:
+    """The verb serves, prints where, and ends with status 0 on SIGTERM."""
+    settings = '{"pool_size": "1MiB"}'
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "agent", "--json", "--config", settings],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as agent:
+        try:
+            assert agent.stdout is not None
+            facts = json.loads(agent.stdout.readline())
+            assert facts["endpoint"].startswith("ipc://")
+            assert facts["pool_bytes"] == 1 << 20
+            with socket.create_connection((facts["peer_host"], facts["peer_port"]), timeout=10):
+                pass
+        finally:
+            agent.terminate()
+        assert agent.wait(timeout=20) == 0
+
+
+def test_agent_that_cannot_listen_is_a_problem() -> None:
+    """A port in use is status 1, and the message names it."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, "agent", "--config", json.dumps({"port": port})],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+    assert done.returncode == 1
+    assert str(port) in done.stderr
 
 
 def test_without_the_extra_one_line_says_what_to_install() -> None:

@@ -25,6 +25,10 @@ IMPURE_MODULES = {"asyncio", "select", "selectors", "socket", "subprocess", "thr
 PURE_FOLDERS = ("protocol",)
 PURE_FILES = ("pool/blocks.py", "pool/extents.py", "pool/pins.py", "pool/story.py")
 
+# vLLM moves; what follows its moves is kept in few places.
+VLLM_FILES = {"_compat.py", "connector.py", "metrics.py", "plugin.py", "scheduler.py", "worker.py"}
+TORCH_FILES = VLLM_FILES | {"device.py"}
+
 
 def imported(node: ast.AST) -> Iterator[str]:
     """Top-level packages that an import statement names."""
@@ -76,6 +80,21 @@ def impurities(tree: ast.AST) -> list[str]:
     return [name for node in ast.walk(tree) for name in imported(node) if name in IMPURE_MODULES]
 
 
+class WithoutTypeChecking(ast.NodeTransformer):
+    """Drops what only a type checker sees."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return node.orelse
+        return self.generic_visit(node)
+
+
+def packages_at_run_time(text: str) -> set[str]:
+    """Top-level packages that a source imports, at its top or inside a function."""
+    tree = WithoutTypeChecking().visit(ast.parse(text))
+    return {name for node in ast.walk(tree) for name in imported(node)}
+
+
 def is_pure(path: Path) -> bool:
     """Whether a source file must keep to pure functions of its inputs."""
     relative = path.relative_to(PACKAGE)
@@ -91,6 +110,15 @@ def test_source_keeps_the_rules(path: Path) -> None:
     assert not list(unread_lengths(tree)), "recv_into truncates silently: use its result"
     assert not (is_pure(path) and impurities(tree))
     assert not text or text.startswith(f"{SPDX}\n")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_vllm_and_torch_stay_where_they_belong(path: Path) -> None:
+    """Only the engine-side files import vLLM and torch; the demo drives vLLM as a program."""
+    name = path.relative_to(PACKAGE).as_posix()
+    packages = packages_at_run_time(path.read_text(encoding="utf-8"))
+    assert "vllm" not in packages or name in VLLM_FILES
+    assert "torch" not in packages or name in TORCH_FILES or name.startswith("demo/")
 
 
 @pytest.mark.parametrize("folder", ["tests", "tools", "examples", "bench"])
@@ -143,3 +171,10 @@ def test_impurities_are_seen() -> None:
     """Imports inside functions count too; our own modules do not."""
     assert impurities(ast.parse("def f():\n    from time import monotonic")) == ["time"]
     assert impurities(ast.parse("import ec_connector.time")) == []
+
+
+def test_type_checking_imports_do_not_count() -> None:
+    """An import for the type checker alone costs nothing; any other is seen, however deep."""
+    quiet = "if TYPE_CHECKING:\n    import vllm\nelse:\n    import numpy"
+    assert packages_at_run_time(quiet) == {"numpy"}
+    assert packages_at_run_time("def f():\n    from vllm.config import X") == {"vllm"}

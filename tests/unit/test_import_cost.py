@@ -43,7 +43,9 @@ def test_light(module: str) -> None:
     assert loaded_by(f"import {module}") == set()
 
 
-@pytest.mark.parametrize("module", ["ec_connector.client", "ec_connector.cli"])
+@pytest.mark.parametrize(
+    "module", ["ec_connector.agent.__main__", "ec_connector.cli", "ec_connector.library"]
+)
 def test_no_tensor_library(module: str) -> None:
     """The agent, the clients and the command work where neither torch nor vLLM exists."""
     assert not loaded_by(f"import {module}") & {"torch", "vllm"}
