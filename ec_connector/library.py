@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -55,8 +55,6 @@ ANSWER_SECONDS = 5.0
 GRACE_SECONDS = 0.5
 """How much later than the agent a client gives up on its own."""
 
-T = TypeVar("T")
-
 
 class _Member:
     """What Producer and Consumer share: an agent, its region, one call at a time."""
@@ -65,14 +63,13 @@ class _Member:
         self.settings = Settings.parse(settings)
         self._lock = threading.Lock()
         self._link = EngineLink(self.settings, Identity(factors=dict(factors or {})), "client")
-        self._region = Region.open(self._link.start().region, writable=True)
+        self._welcome = self._link.start()
+        self._region = Region.open(self._welcome.region, writable=True)
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port that this side's agent serves peers on."""
-        welcome = self._link.welcome
-        assert welcome is not None
-        return welcome.peer_host, welcome.peer_port
+        return self._welcome.peer_host, self._welcome.peer_port
 
     @property
     def agent_pid(self) -> int:
@@ -100,12 +97,13 @@ class _Member:
         """Follow the agent if it was started anew since the last call."""
         for event in self._link.poll():
             if isinstance(event, LinkUp):
+                self._welcome = event.welcome
                 self._region.close()
-                self._region = Region.open(event.welcome.region, writable=True)
+                self._region = Region.open(self._welcome.region, writable=True)
         if not self._link.up:
             raise AgentLostError("the agent is down; another is being started")
 
-    def _answer(self, wanted: Callable[[ToClient], T | None], timeout: float) -> T | None:
+    def _answer(self, wanted: Callable[[ToClient], bool], timeout: float) -> ToClient | None:
         """The first message that ``wanted`` takes; None when the time is over."""
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
@@ -113,9 +111,8 @@ class _Member:
             for event in self._link.wait(min(left, 0.25)):
                 if isinstance(event, LinkDown | LinkUp):
                     raise AgentLostError(f"the agent was lost: {event}")
-                found = wanted(event)
-                if found is not None:
-                    return found
+                if wanted(event):
+                    return event
         return None
 
 
@@ -155,7 +152,7 @@ class Producer(_Member):
             self._calls += 1
             item = ReserveItem(key, raw.nbytes, name, list(array.shape))
             place = self._reserve(Reserve(self._calls, self._calls, [item], replace=True))
-            source = memoryview(raw)
+            source = memoryview(raw.data)
             for view in self._region.views(place.extents, raw.nbytes):
                 view[:] = source[: len(view)]
                 source = source[len(view) :]
@@ -174,14 +171,13 @@ class Producer(_Member):
         }
 
     def _reserve(self, message: Reserve) -> ReservedItem:
-        def to_me(answer: ToClient) -> ReservedItem | None:
-            if isinstance(answer, Reserved) and answer.seq == message.seq:
-                return answer.items[0]
-            return None
+        def to_me(answer: ToClient) -> bool:
+            return isinstance(answer, Reserved) and answer.seq == message.seq
 
-        place = self._answer(to_me, ANSWER_SECONDS) if self._link.send(message) else None
-        if place is None:
+        answer = self._answer(to_me, ANSWER_SECONDS) if self._link.send(message) else None
+        if not isinstance(answer, Reserved):
             raise AgentLostError(f"the agent did not answer within {ANSWER_SECONDS:g} s")
+        place = answer.items[0]
         if place.refused:
             raise PoolError(place.refused)
         return place
@@ -224,21 +220,19 @@ class Consumer(_Member):
                 self._link.send(Release([key]))
 
     def _ask(self, item: FetchItem, seconds: float) -> Ready:
-        def to_me(answer: ToClient) -> Ready | Failed | None:
-            if isinstance(answer, Ready | Failed) and answer.key == item.key:
-                return answer
-            return None
+        def to_me(answer: ToClient) -> bool:
+            return isinstance(answer, Ready | Failed) and answer.key == item.key
 
         if not self._link.send(Fetch([item])):
             raise AgentLostError("the agent is down; another is being started")
         answer = self._answer(to_me, seconds + GRACE_SECONDS)
-        if answer is None:
-            self._link.send(Release([item.key]))
-            raise DeadlineError(f"this side's agent did not answer within {seconds:g} s")
+        if isinstance(answer, Ready):
+            return answer
         if isinstance(answer, Failed):
             text = f"{item.key!r} from {answer.peer or 'the pool'}: {answer.message}"
             raise fetch_error(answer.reason, text, answer.factor)
-        return answer
+        self._link.send(Release([item.key]))
+        raise DeadlineError(f"this side's agent did not answer within {seconds:g} s")
 
     def _copy(self, ready: Ready) -> np.ndarray[Any, Any]:
         raw = np.empty(ready.nbytes, np.uint8)

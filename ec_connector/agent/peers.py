@@ -27,6 +27,8 @@ RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 5000
+MAX_UNSENT = 4096
+"""Messages kept for a name that is still being resolved."""
 
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -92,7 +94,7 @@ class PeerSockets:
         self._allowed = allowed
         self._max_frame_bytes = max_frame_bytes
         self._connections: dict[Address, _Connection] = {}
-        self._wanted: set[Address] = set()
+        self._unsent: dict[Address, list[bytes]] = {}
         self._resolved: queue.SimpleQueue[tuple[Address, list[str] | str]] = queue.SimpleQueue()
         self._changes: list[Change] = []
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -100,7 +102,7 @@ class PeerSockets:
 
     def open(self, address: Address) -> None:
         """Start connecting; :meth:`changes` tells how it goes."""
-        self._wanted.add(address)
+        self._unsent[address] = []
         try:
             ipaddress.ip_address(address.host)
         except ValueError:
@@ -111,7 +113,7 @@ class PeerSockets:
 
     def close(self, address: Address) -> None:
         """Forget a peer."""
-        self._wanted.discard(address)
+        self._unsent.pop(address, None)
         connection = self._connections.pop(address, None)
         if connection is not None:
             self._poller.unregister(connection.dealer)
@@ -129,10 +131,17 @@ class PeerSockets:
         os.close(self._wake_in)
 
     def send(self, address: Address, body: bytes) -> bool:
-        """Queue a message to a producer. False when there is no connection to queue it on."""
+        """Queue a message to a producer. False when there is no connection to queue it on.
+
+        While the address is still being resolved, messages are kept for it.
+        """
         connection = self._connections.get(address)
         if connection is None:
-            return False
+            unsent = self._unsent.get(address)
+            if unsent is None or len(unsent) >= MAX_UNSENT:
+                return False
+            unsent.append(body)
+            return True
         try:
             connection.dealer.send_multipart([b"", body], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -151,7 +160,7 @@ class PeerSockets:
             os.read(self._wake_out, 4096)
             while not self._resolved.empty():
                 address, found = self._resolved.get()
-                if address in self._wanted and address not in self._connections:
+                if address in self._unsent and address not in self._connections:
                     if isinstance(found, str):
                         self._changes.append(Refused(address, found))
                     else:
@@ -206,6 +215,8 @@ class PeerSockets:
         dealer.connect(
             f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}"
         )
+        for body in self._unsent.pop(address, ()):
+            self.send(address, body)
 
     def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> list[Change]:
         changes: list[Change] = []

@@ -38,6 +38,7 @@ class AgentProcess:
             env=_environment(),
             start_new_session=True,
         )
+        self._stdout = self._process.stdout.fileno() if self._process.stdout is not None else -1
         try:
             facts = self._converse(options, timeout)
         except BaseException:
@@ -73,10 +74,11 @@ class AgentProcess:
                     pipe.close()
 
     def _converse(self, options: AgentOptions, timeout: float) -> dict[str, str]:
-        assert self._process.stdin is not None
+        stdin = self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(options.to_json() + b"\n")
-            self._process.stdin.flush()
+            if stdin is not None:
+                stdin.write(options.to_json() + b"\n")
+                stdin.flush()
         line = self._first_line(timeout)
         if not line.endswith(b"\n"):
             status = self._process.poll()
@@ -90,8 +92,7 @@ class AgentProcess:
         return facts
 
     def _first_line(self, timeout: float) -> bytes:
-        assert self._process.stdout is not None
-        fd = self._process.stdout.fileno()
+        fd = self._stdout
         until = time.monotonic() + timeout
         line = b""
         while not line.endswith(b"\n") and len(line) < _LINE_LIMIT:

@@ -107,7 +107,7 @@ class _Waiter:
 @dataclass(slots=True)
 class _Fetch:
     item: FetchItem
-    address: Address | None
+    address: Address
     state: FetchState
     waiters: dict[bytes, _Waiter] = field(default_factory=dict)
     entry: Entry | None = None
@@ -116,6 +116,14 @@ class _Fetch:
     owed_credit: int = 0
     backoff: float = FIRST_BACKOFF
     plane: str = ""
+
+    def room(self) -> Entry:
+        """The entry that the bytes go to. Raises InternalError where none is reserved."""
+        if self.entry is None:
+            raise InternalError(
+                f"the fetch of {self.item.key!r} is {self.state.value} without room"
+            )
+        return self.entry
 
 
 class ConsumerMachine:
@@ -189,14 +197,13 @@ class ConsumerMachine:
             return [self._failed(client, item, "missing", text)]
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
-        address = Address(item.peer_host, item.peer_port) if item.peer_host else None
+        address = Address(item.peer_host, item.peer_port)
         fetch = _Fetch(item, address, FetchState.LOCAL)
         fetch.waiters[client] = waiter
         self._fetches[item.key] = fetch
         self._waiters.set((item.key, client), waiter.deadline)
         if entry is not None:
             return []
-        assert address is not None
         effects: list[Effect] = []
         if address not in self._peers:
             if len(self._peers) >= self._max_peers:
@@ -287,7 +294,7 @@ class ConsumerMachine:
             wanted = fetch.state is FetchState.ASKED and not _ack_fault(message, fetch.item)
             return Span(fetch.entry, 0, fetch.entry.nbytes) if wanted else None
         end = message.offset + message.nbytes
-        in_order = message.offset == fetch.received and 0 < message.nbytes
+        in_order = message.offset == fetch.received and message.nbytes > 0
         if fetch.state is not FetchState.RECEIVING or not in_order or end > fetch.entry.nbytes:
             return None
         return Span(fetch.entry, message.offset, message.nbytes)
@@ -342,8 +349,8 @@ class ConsumerMachine:
         if key is None or fetch is None or fetch.state is not FetchState.RECEIVING:
             return []
         if not fault:
-            assert fetch.entry is not None
-            return self._landed(key, fetch.entry.nbytes, fetch.entry.nbytes, now)
+            nbytes = fetch.room().nbytes
+            return self._landed(key, nbytes, nbytes, now)
         self.counts["memory_plane_refused"] += 1
         effects = self._done_effects(fetch)
         return [*effects, *self._ask(key, now, without="memory")]
@@ -467,7 +474,6 @@ class ConsumerMachine:
 
     def _ask(self, key: str, now: float, without: str = "") -> list[Effect]:
         fetch = self._fetches[key]
-        assert fetch.address is not None
         self._renumber(fetch)
         fetch.state = FetchState.ASKED
         fetch.received = fetch.owed_credit = 0
@@ -512,15 +518,14 @@ class ConsumerMachine:
 
     def _landed(self, key: str, payload: int, expected: int, now: float) -> list[Effect]:
         fetch = self._fetches[key]
-        assert fetch.entry is not None
-        assert fetch.address is not None
+        place = fetch.room()
         if payload != expected:
             text = f"{payload} payload bytes fit where {expected} were due"
             return self._fail(key, "mismatch", text, hand_back=True)
         fetch.received += payload
         self.counts["bytes_received"] += payload
-        if fetch.received == fetch.entry.nbytes:
-            entry = self._pool.commit(key, fetch.entry.generation, now)
+        if fetch.received == place.nbytes:
+            entry = self._pool.commit(key, place.generation, now)
             if entry is None:
                 return self._fail(key, "missing", "dropped while it arrived", hand_back=True)
             done = self._done_effects(fetch)
@@ -535,7 +540,7 @@ class ConsumerMachine:
     def _deliver(self, key: str, entry: Entry, plane: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
         fetch.entry = None  # no longer this fetch's to abandon
-        peer = str(fetch.address) if fetch.address is not None else ""
+        peer = str(fetch.address) if plane != "pool" else ""
         ready: list[Effect] = [
             self._ready(client, entry, waiter, now, plane, peer)
             for client, waiter in fetch.waiters.items()
@@ -569,7 +574,7 @@ class ConsumerMachine:
         waiter = fetch.waiters.pop(client)
         waited = waiter.deadline - waiter.asked_at
         reason = "pool_full" if fetch.state is FetchState.ROOM else "deadline"
-        text = f"{fetch.state.value} after {waited:.1f} s"
+        text = f"not there after {waited:.1f} s ({fetch.state.value})"
         tell = self._failed(client, fetch.item, reason, text)
         return [tell] if fetch.waiters else [tell, *self._finish(key)]
 
@@ -608,14 +613,12 @@ class ConsumerMachine:
         if fetch.entry is not None:
             # Only this agent's loop writes fetched bytes, and it carries out StopCopy first.
             self._pool.abandon(key, fetch.entry.generation)
-        if fetch.address is not None and (peer := self._peers.get(fetch.address)) is not None:
+        if (peer := self._peers.get(fetch.address)) is not None:
             peer.fetches.discard(key)
         copying = fetch.state is FetchState.RECEIVING and fetch.plane == "memory"
         return [StopCopy(fetch.xfer_id)] if copying and fetch.entry is not None else []
 
     def _done_effects(self, fetch: _Fetch) -> list[Effect]:
-        if fetch.address is None:
-            return []
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
         return [SendToProducer(fetch.address, done)]
 
