@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted, by name: the one list that code, metrics and log lines share.
+
+A tally travels from the scheduler to vLLM's API process as a plain dict: counts
+by name, counts by name and reason, observations in seconds, and gauges, which
+stand for the moment and are not added up. An item's identifier is never in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+COUNTS: Final[dict[str, str]] = {
+    "encoded_items": "Items given to this engine's own encoder.",
+    "unannounced_media_items": "Items that came with their media and without an announcement.",
+    "fetched_items": "Items that came into the pool, or were in it, when a request needed them.",
+    "fetched_bytes": "Bytes of these items.",
+    "pool_hit_items": "Fetched items that were in this engine's own pool.",
+    "loaded_items": "Items copied from the pool into the encoder cache instead of encoded.",
+    "loaded_bytes": "Bytes of these items.",
+    "saved_items": "Items given room in the pool, to be copied there when encoded.",
+    "saved_bytes": "Bytes of these items.",
+    "announced_items": "Items announced to whoever asked for their encoding.",
+    "save_failed_items": "Items whose copy into the pool failed.",
+    "agent_restarts": "Times the agent had to be started again.",
+}
+"""Counters without labels, and what they mean."""
+
+REASONED: Final[dict[str, str]] = {
+    "fallback_items": "Items encoded here because what was announced could not be had.",
+    "failed_requests": "Requests failed: an item could not be had and came without its media.",
+    "unannounced_items": "Items encoded here that could not be saved and were not announced.",
+}
+"""Counters by reason, and what they mean."""
+
+TIMES: Final[dict[str, str]] = {
+    "fetch_time": "Seconds from asking for an item to having it in the pool.",
+}
+"""Observations in seconds, and what they mean."""
+
+GAUGES: Final[dict[str, str]] = {
+    "agent_up": "1 while this engine's agent runs.",
+    "waiting_items": "Items that requests wait for.",
+    "usage_ratio": "Part of the pool's blocks that hold items (0 to 1).",
+    "pinned_blocks": "Blocks whose items are in use and cannot be evicted.",
+}
+"""Values of the moment, and what they mean."""
+
+MAX_OBSERVATIONS: Final = 1024
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the last :meth:`take`."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, Counter[str]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count under one of ``COUNTS``."""
+        self.counts[name] += number
+
+    def add_reason(self, name: str, reason: str) -> None:
+        """Count under one of ``REASONED``."""
+        self.reasons.setdefault(name, Counter())[reason] += 1
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Note one of ``TIMES``; what exceeds ``MAX_OBSERVATIONS`` between takes is dropped."""
+        seen = self.times.setdefault(name, [])
+        if len(seen) < MAX_OBSERVATIONS:
+            seen.append(seconds)
+
+    def take(self) -> dict[str, Any] | None:
+        """Everything since the last call as a plain dict, or None if there is nothing."""
+        if not (self.counts or self.reasons or self.times or self.gauges):
+            return None
+        data = {
+            "counts": dict(self.counts),
+            "reasons": {name: dict(found) for name, found in self.reasons.items()},
+            "times": self.times,
+            "gauges": self.gauges,
+        }
+        self.counts, self.reasons, self.times, self.gauges = Counter(), {}, {}, {}
+        return data
+
+
+def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both tallies added up, as :meth:`Tally.take` returns them; ``other`` is the later one."""
+    reasons = {
+        name: dict(
+            Counter(one.get("reasons", {}).get(name, {}))
+            + Counter(other.get("reasons", {}).get(name, {}))
+        )
+        for name in one.get("reasons", {}).keys() | other.get("reasons", {}).keys()
+    }
+    times = {
+        name: [*one.get("times", {}).get(name, []), *other.get("times", {}).get(name, [])]
+        for name in one.get("times", {}).keys() | other.get("times", {}).keys()
+    }
+    return {
+        "counts": dict(Counter(one.get("counts", {})) + Counter(other.get("counts", {}))),
+        "reasons": reasons,
+        "times": times,
+        "gauges": one.get("gauges", {}) | other.get("gauges", {}),
+    }
