@@ -111,7 +111,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 8 * MiB
     planes: Annotated[
         list[str], _texts("Ways for the bytes to travel, best first. Known: memory, zmq.")
-    ] = msgspec.field(default_factory=lambda: ["zmq"])
+    ] = msgspec.field(default_factory=lambda: ["memory", "zmq"])
     allow_peers: Annotated[
         list[str],
         _texts("Hosts, addresses or CIDR ranges (with an optional :port) that may be dialled."),
