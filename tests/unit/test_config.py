@@ -28,7 +28,7 @@ def test_defaults_make_a_pair_on_one_machine() -> None:
     assert settings.pool_size == 1 << 30
     assert settings.block_size == 64 << 10
     assert settings.port == 0
-    assert settings.planes == ["zmq"]
+    assert settings.planes == ["memory", "zmq"]
     assert settings.allow_peers == ["127.0.0.0/8", "::1"]
 
 
