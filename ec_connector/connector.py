@@ -115,7 +115,8 @@ class ECPoolConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> PoolStats | None:
         """The scheduler's half counts; V1 workers have no way to report."""
-        return self._as_scheduler.stats() if self._as_scheduler is not None else None
+        data = self._as_scheduler.stats() if self._as_scheduler is not None else None
+        return PoolStats(data) if data is not None else None
 
     def shutdown(self) -> None:
         """End the agent, finish copies. Not relied on: an engine may be killed."""

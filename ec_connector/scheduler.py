@@ -20,7 +20,6 @@ from ec_connector.agent.link import EngineLink, LinkDown, LinkEvent, LinkUp
 from ec_connector.announced import BadAnnouncement, read_source
 from ec_connector.intake import Claim, Intake, Outcome, Want
 from ec_connector.keys import why_not_shared
-from ec_connector.metrics import PoolStats
 from ec_connector.notices import Notices
 from ec_connector.offers import Offers, StepSaves
 from ec_connector.protocol.local import (
@@ -239,10 +238,9 @@ class SchedulerSide:
                 self._announce(entries[feature.identifier], feature)
         return entries or None
 
-    def stats(self) -> PoolStats | None:
-        """What was counted since the last call."""
-        data = self._tally.take()
-        return PoolStats(data) if data is not None else None
+    def stats(self) -> dict[str, Any] | None:
+        """What was counted since the last call, as :meth:`ec_connector.tally.Tally.take`."""
+        return self._tally.take()
 
     def close(self) -> None:
         """End the agent. Idempotent."""
@@ -351,7 +349,7 @@ class SchedulerSide:
             self._tally.add("saved_items")
             self._tally.add("saved_bytes", place.nbytes)
         for key, (reason, words) in saves.refused.items():
-            self._tally.add_reason("unannounced_items", reason)
+            self._tally.add_reason("unsaved_items", reason)
             self._notices.say(
                 f"unannounced {reason}",
                 self._clock(),
@@ -405,7 +403,7 @@ class SchedulerSide:
         self._tally.add("fetched_items")
         self._tally.add("fetched_bytes", event.nbytes)
         if event.plane == "pool":
-            self._tally.add("pool_hit_items")
+            self._tally.add("hit_items")
 
     def _agent_stats(self, event: Stats) -> None:
         blocks = event.values.get("blocks", 0)

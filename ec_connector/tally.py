@@ -17,7 +17,7 @@ COUNTS: Final[dict[str, str]] = {
     "unannounced_media_items": "Items that came with their media and without an announcement.",
     "fetched_items": "Items that came into the pool, or were in it, when a request needed them.",
     "fetched_bytes": "Bytes of these items.",
-    "pool_hit_items": "Fetched items that were in this engine's own pool.",
+    "hit_items": "Fetched items that were in this engine's own pool.",
     "loaded_items": "Items copied from the pool into the encoder cache instead of encoded.",
     "loaded_bytes": "Bytes of these items.",
     "saved_items": "Items given room in the pool, to be copied there when encoded.",
@@ -31,7 +31,7 @@ COUNTS: Final[dict[str, str]] = {
 REASONED: Final[dict[str, str]] = {
     "fallback_items": "Items encoded here because what was announced could not be had.",
     "failed_requests": "Requests failed: an item could not be had and came without its media.",
-    "unannounced_items": "Items encoded here that could not be saved and were not announced.",
+    "unsaved_items": "Items encoded here that could not be saved and were not announced.",
 }
 """Counters by reason, and what they mean."""
 
