@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the environment that ``make test`` and ``make demo`` run in: this package, editable, beside a CPU vLLM.
+"""Makes the environment of ``make test`` and ``make demo``: this package beside a CPU vLLM.
 
 Run by any Python >= 3.11 with nothing installed::
 
@@ -77,7 +77,9 @@ def _make(home: Path) -> None:
         try:
             venv.create(home, with_pip=True)
         except (subprocess.CalledProcessError, OSError) as error:
-            raise EnvError(f"no virtual environment (is the venv module installed?): {error}") from error
+            raise EnvError(
+                f"no virtual environment (is the venv module installed?): {error}"
+            ) from error
     _say("installing this package, torch and vLLM for CPU (minutes the first time)")
     _install(python, log)
     _mend_torchvision(python, log)

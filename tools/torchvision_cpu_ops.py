@@ -26,7 +26,7 @@ class _BeforeRegistrations:
     """A finder that finds nothing, but acts when the registrations are looked for."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
         if name == "torchvision._meta_registrations" and not _declared:
             declare_missing()
         return None

@@ -49,6 +49,13 @@ def chat_body(pictures: Sequence[Path], text: str, *, max_tokens: int = MAX_TOKE
     }
 
 
+def picture_parts(body: Body) -> int:
+    """How many pictures a request shows, repeated ones included."""
+    return sum(
+        part["type"] == "image_url" for message in body["messages"] for part in message["content"]
+    )
+
+
 def data_url(path: Path) -> str:
     """The file as a ``data:`` URL, byte for byte."""
     mime = MIME_TYPES.get(path.suffix.lower(), "application/octet-stream")

@@ -109,14 +109,14 @@ def make_llava(folder: Path, *, seed: int = 0, image_size: int = 224) -> Path:
         spoken=word_ids(vocab),
         qkv_bias=False,
     )
-    processor = {
+    processor: dict[str, Any] = {
         "processor_class": "LlavaProcessor",
         "patch_size": PATCH,
         "vision_feature_select_strategy": "default",
         "image_token": "<image>",
         "num_additional_image_tokens": 1,
     }
-    image_processor = {
+    image_processor: dict[str, Any] = {
         "image_processor_type": "CLIPImageProcessor",
         "processor_class": "LlavaProcessor",
         "do_resize": True,
@@ -140,7 +140,7 @@ def make_llava(folder: Path, *, seed: int = 0, image_size: int = 224) -> Path:
         "image_token": "<image>",
         "extra_special_tokens": {"image_token": "<image>"},
     }
-    files = {
+    files: dict[str, dict[str, Any]] = {
         "config.json": config,
         "processor_config.json": processor,
         "preprocessor_config.json": image_processor,
@@ -219,7 +219,7 @@ def make_qwen2_vl(folder: Path, *, seed: int = 0, max_image_pixels: int = 1024 *
         "video_token": "<|video_pad|>",
         "extra_special_tokens": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
     }
-    files = {
+    files: dict[str, dict[str, Any]] = {
         "config.json": config,
         "processor_config.json": {"processor_class": "Qwen2VLProcessor"},
         "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **pixels},
@@ -272,9 +272,7 @@ def _draw_qwen_vision(draw: Draw, config: dict[str, Any]) -> None:
     width = config["embed_dim"]
     inner = config["mlp_ratio"] * width
     pixels = 3 * 2 * PATCH * PATCH
-    draw.normal(
-        "visual.patch_embed.proj.weight", (width, 3, 2, PATCH, PATCH), 2 / pixels**0.5
-    )
+    draw.normal("visual.patch_embed.proj.weight", (width, 3, 2, PATCH, PATCH), 2 / pixels**0.5)
     for number in range(config["depth"]):
         block = f"visual.blocks.{number}"
         draw.norm(f"{block}.norm1", width, bias=True)
@@ -298,7 +296,7 @@ def _write(
     draw: Draw,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
+    files: dict[str, dict[str, Any]] = {
         **files,
         "tokenizer.json": tokenizer_json(specials),
         "tokenizer_config.json": {

