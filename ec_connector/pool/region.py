@@ -87,9 +87,6 @@ class Region:
         except OSError as error:
             os.close(fd)
             raise RegionError(f"cannot map a pool of {show_bytes(size)}: {error}") from error
-        except BaseException:
-            os.close(fd)
-            raise
         ref = RegionRef(
             pid=os.getpid(),
             fd=fd,

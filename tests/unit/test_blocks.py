@@ -249,34 +249,67 @@ def test_pieces_rather_than_nothing(pool: BlockPool) -> None:
     pool.validate()
 
 
-def scattered(kept: int) -> BlockPool:
-    """64 blocks: of the first 48 every second is free and the others pinned.
+def scattered(size: int, kept: int, pin: bool = False) -> BlockPool:
+    """48 blocks of which every second is free and the others are pinned.
 
-    Each of the last 16 holds an item; the first ``kept`` of them are pinned too.
+    Behind them ``kept`` items, pinned or evictable, of ``size`` blocks each with
+    a pinned block behind it.
     """
-    pool = BlockPool(64, BLOCK)
-    for number in range(64):
+    pool = BlockPool(48 + kept * (size + 1), BLOCK)
+    for number in range(48):
         ready(pool, str(number))
-        if (number % 2 and number < 48) or 48 <= number < 48 + kept:
-            pool.pin(str(number), "s", None, 1.0)
+    for number in range(kept):
+        ready(pool, f"kept{number}", size)
+        ready(pool, f"between{number}")
+        pool.pin(f"between{number}", "s", None, 1.0)
+        if pin:
+            pool.pin(f"kept{number}", "s", None, 1.0)
     for number in range(0, 48, 2):
+        pool.pin(str(number + 1), "s", None, 1.0)
         pool.drop(str(number))
     return pool
 
 
+def gone(pool: BlockPool, kept: int) -> int:
+    """How many of the kept items were evicted."""
+    return sum(pool.get(f"kept{number}") is None for number in range(kept))
+
+
 def test_a_little_more_is_evicted_for_fewer_pieces() -> None:
     """Where an item would be in very many pieces, few more items go to spare it that."""
-    pool = scattered(kept=0)
+    pool = scattered(size=2, kept=20)
     entry = reserve(pool, "new", 20)
-    gone = sum(pool.get(str(number)) is None for number in range(48, 64))
-    assert 0 < gone <= 8
-    assert len(entry.extents) <= 16
+    assert gone(pool, 20) == 4
+    assert len(entry.extents) == 16
     pool.validate()
+
+
+def test_a_little_more_is_not_many_entries() -> None:
+    """No more than eight further items go, be it of use or not."""
+    pool = scattered(size=1, kept=20)
+    entry = reserve(pool, "new", 24)
+    assert gone(pool, 20) == 8
+    assert len(entry.extents) == 24
+
+
+def test_a_little_more_is_not_many_blocks() -> None:
+    """The further items together are no larger than the new one."""
+    pool = BlockPool(128, BLOCK)
+    for number in range(128):
+        ready(pool, str(number))
+    for number in range(0, 128, 2):
+        pool.pin(str(number + 1), "s", None, 1.0)
+        pool.drop(str(number))
+    # Each in 20 pieces, so that its eviction does not help.
+    for entry in [reserve(pool, key, 20) for key in ("kept0", "kept1")]:
+        pool.commit(entry.key, entry.generation, 1.0)
+    assert len(reserve(pool, "new", 20).extents) == 20
+    assert gone(pool, 2) == 1
 
 
 def test_many_pieces_when_nothing_more_can_go() -> None:
     """An item that fits is never refused for the number of its pieces."""
-    pool = scattered(kept=16)
+    pool = scattered(size=1, kept=4, pin=True)
     entry = reserve(pool, "new", 24)
     assert len(entry.extents) == 24
     pool.validate()
@@ -289,6 +322,17 @@ def test_blocks_are_reported_free_before_they_are_used_again(pool: BlockPool) ->
     pool.on_free = lambda entry: seen.append((entry.key, pool.get("a"), pool.get("b")))
     reserve(pool, "b", 10)
     assert seen == [("a", None, None)]
+
+
+def test_ready_is_reported(pool: BlockPool) -> None:
+    """on_ready runs with each item that becomes READY, and not for a condemned one."""
+    seen: list[Entry] = []
+    pool.on_ready = seen.append
+    entry = ready(pool, "a")
+    condemned = reserve(pool, "b")
+    pool.condemn("b", condemned.generation)
+    pool.commit("b", condemned.generation, 1.0)
+    assert seen == [entry]
 
 
 # ── pins ─────────────────────────────────────────────────────────────────────
@@ -311,6 +355,7 @@ def test_pin_is_one_per_session(pool: BlockPool) -> None:
     """A session that pins twice has one pin, and one unpin ends it."""
     entry = ready(pool, "a")
     assert pool.pin("a", "s", 5.0, 1.0) is entry
+    assert pool.pin("a", "s", 9.0, 2.0) is entry
     assert pool.pin("a", "s", 9.0, 2.0) is entry
     assert entry.pins == {"s": 9.0}
     assert pool.unpin(entry.generation, "s", 3.0)

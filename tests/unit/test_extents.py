@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ec_connector.errors import InternalError
-from ec_connector.pool.extents import FreeExtents
+from ec_connector.pool.extents import FreeExtents, _bin_of
 
 
 def test_new_is_one_run() -> None:
@@ -61,6 +61,37 @@ def test_fit_in_a_mixed_bin() -> None:
     assert free.take_run(70) == 100
 
 
+@pytest.mark.parametrize("need", [17, 37, 500])
+def test_longer_runs_are_not_cut_when_a_close_one_is_free(need: int) -> None:
+    """A run an eighth longer is preferred to one of nearly twice the size."""
+    free = FreeExtents(4000)
+    free.take_run(4000)
+    free.give(0, 2 * need - 3)
+    free.give(2000, need + need // 8 + 1)
+    assert free.take_run(need) == 2000
+
+
+def test_a_run_behind_many_shorter_ones() -> None:
+    """A fitting run that is not seen in its bin is still part of what can be taken."""
+    free = FreeExtents(2000)
+    free.take_run(2000)
+    for number in range(9):
+        free.give(100 * number, 64)
+    free.give(1000, 71)
+    assert free.take_run(70) is None
+    taken = free.take(70, 16)
+    assert taken is not None
+    assert sum(count for _, count in taken) == 70
+
+
+def test_no_blocks() -> None:
+    """Nothing can be taken of nothing."""
+    free = FreeExtents(0)
+    assert free.take_run(1) is None
+    assert free.take(1, 16) is None
+    assert free.largest() == 0
+
+
 def test_take_in_pieces() -> None:
     """Without one long run several are taken, and no more than allowed."""
     free = FreeExtents(20)
@@ -89,7 +120,7 @@ def test_last_piece_is_a_close_fit() -> None:
     assert free.runs() == [(20, 10)]
 
 
-@pytest.mark.parametrize("fault", ["size", "end", "bin", "total", "bitmap", "touching"])
+@pytest.mark.parametrize("fault", ["size", "end", "bin", "stray", "total", "bitmap", "touching"])
 def test_validate_notices(fault: str) -> None:
     """Each index that is spoilt is noticed."""
     free = FreeExtents(50)
@@ -100,6 +131,8 @@ def test_validate_notices(fault: str) -> None:
         free._start_before[50] = 11
     elif fault == "bin":
         free._bins.clear()
+    elif fault == "stray":
+        free._bins[_bin_of(40)][7] = None
     elif fault == "total":
         free.total += 1
     elif fault == "bitmap":

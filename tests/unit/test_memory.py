@@ -90,6 +90,14 @@ def test_v2_tightest_of_the_line(host: Host) -> None:
     assert host.room() == GIB
 
 
+def test_hierarchy_of_another_kind(host: Host) -> None:
+    """A mounted hierarchy that this process has no path in sets no bound."""
+    host.cgroup(2, "/")
+    host.write(host.proc / "self" / "cgroup", "3:cpu:/\n")
+    host.v2("", str(GIB), used=0)
+    assert host.room() == 8 * GIB
+
+
 def test_v1_limit(host: Host) -> None:
     """A cgroup v1 limit counts, and its way of writing "none" does not."""
     host.cgroup(1, "/a/b")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import gc
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ import pytest
 
 from ec_connector.errors import RegionError
 from ec_connector.pool import memory, pages
+from ec_connector.pool import region as region_module
 from ec_connector.pool.region import Region
 from ec_connector.protocol.messages import RegionRef
 
@@ -294,6 +297,35 @@ def test_nowhere_to_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
+def no_memory(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_cannot_map(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
+    """When the kernel does not map, the text says why and no descriptor is left."""
+    monkeypatch.setattr(region_module, "populate", no_memory)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(RegionError, match=r"cannot map a pool of .*Cannot allocate"):
+        Region.create(MIB, BLOCK)
+    gc.collect()
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(RegionError, match=r"cannot map all of the region.*Cannot allocate"):
+        region.populate()
+
+
+def test_memfd_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of memfd is not taken for an old kernel: it is not asked a second time."""
+    asked = []
+
+    def refuse(name: str, flags: int) -> int:
+        asked.append(flags)
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    Region.create(BLOCK, BLOCK).close()
+    assert len(asked) == 1
+
+
 def test_kernel_without_noexec(monkeypatch: pytest.MonkeyPatch, region: Region) -> None:
     """A kernel that does not know the newest memfd flag is asked without it."""
     monkeypatch.setattr(pages, "_MFD_NOEXEC_SEAL", 1 << 20)
@@ -411,6 +443,10 @@ def a_socket(folder: Path) -> int:
     return socket.socket().detach()
 
 
+def an_event(folder: Path) -> int:
+    return os.eventfd(0)
+
+
 def a_named_file(folder: Path) -> int:
     return os.open(folder / "file", os.O_RDWR | os.O_CREAT)
 
@@ -427,6 +463,7 @@ def a_short_memfd(folder: Path) -> int:
         (a_device, "device"),
         (a_directory, "directory"),
         (a_socket, "socket"),
+        (an_event, "another kind"),
         (a_named_file, "a file with a name"),
         (a_short_memfd, r"has 0 bytes, the region \d+"),
     ],
@@ -487,6 +524,31 @@ def test_wrong_reference(region: Region, change: dict[str, object], text: str) -
     """Each wrong field of a reference is refused with its reason."""
     with pytest.raises(RegionError, match=text):
         Region.open(msgspec.structs.replace(region.ref, **change), writable=True)
+
+
+def test_open_never_waits(region: Region) -> None:
+    """Memory under a lease of another holder, at which an open would wait, is refused at once."""
+    # The kernel asks the holder to give the lease up by SIGIO, which ends a process.
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
+    os.write(fd, os.pread(region.ref.fd, os.fstat(region.ref.fd).st_size, 0))
+    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    try:
+        with pytest.raises(RegionError, match=r"cannot be mapped.*unavailable"):
+            Region.open(ref_of(fd, region.ref), writable=False)
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, before)
+
+
+def test_unnamed_file_on_a_disk(region: Region, tmp_path: Path) -> None:
+    """A region in an unnamed file of our own, which knows no seals, is opened."""
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(os.pread(region.ref.fd, os.fstat(region.ref.fd).st_size, 0))
+        file.flush()
+        again = Region.open(ref_of(file.fileno(), region.ref), writable=True)
+        assert again.num_blocks == 16
+        again.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can own files as another user")
