@@ -302,7 +302,7 @@ class PoolWalk(RuleBasedStateMachine):
 
 
 PoolWalk.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True
 )
 
 
