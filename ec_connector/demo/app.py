@@ -60,7 +60,7 @@ class Result:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; returns 0 when every answer was right, 1 when anything was off."""
     options = _options(argv)
-    console = Console(stderr=options.json)
+    console = report.console(to_stderr=options.json)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     started = time.monotonic()

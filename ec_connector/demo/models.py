@@ -296,7 +296,7 @@ def _write(
     draw: Draw,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, Any]] = {
+    files = {
         **files,
         "tokenizer.json": tokenizer_json(specials),
         "tokenizer_config.json": {

@@ -15,6 +15,14 @@ from ec_connector.demo.measure import Outcome
 from ec_connector.demo.questions import Question
 from ec_connector.demo.servers import Server, Servers
 
+WIDTH_WITHOUT_TERMINAL = 132
+
+
+def console(*, to_stderr: bool) -> Console:
+    """Where the demo shows itself; wide enough for its tables where there is no terminal."""
+    made = Console(stderr=to_stderr)
+    return made if made.is_terminal else Console(stderr=to_stderr, width=WIDTH_WITHOUT_TERMINAL)
+
 
 def start_shown(console: Console, servers: Servers, starting: Sequence[Server]) -> None:
     """Wait for servers to be healthy with a line of progress for each. Raises ServerError."""
@@ -37,14 +45,13 @@ class Rows:
 
     def __init__(self, title: str) -> None:
         self.table = Table(title=title, title_justify="left")
-        self.table.add_column("request")
-        self.table.add_column("tokens equal", justify="right")
-        self.table.add_column("encoded by\nproducer", justify="right")
-        self.table.add_column("encoded by\nconsumer", justify="right")
-        self.table.add_column("announced", justify="right")
-        self.table.add_column("moved", justify="right")
-        self.table.add_column("fetch to\nready", justify="right")
-        self.table.add_column("answer")
+        self.table.add_column("request", no_wrap=True)
+        self.table.add_column("tokens\nequal", justify="right", no_wrap=True)
+        self.table.add_column("encoded by\nproducer", justify="right", min_width=10)
+        self.table.add_column("encoded by\nconsumer", justify="right", min_width=10)
+        self.table.add_column("bytes\nmoved", justify="right", no_wrap=True)
+        self.table.add_column("fetch to\nready", justify="right", no_wrap=True)
+        self.table.add_column("answer", no_wrap=True, overflow="ellipsis")
 
     @contextmanager
     def shown(self, console: Console) -> Iterator[Rows]:
@@ -61,10 +68,9 @@ class Rows:
             f"{equal} of {total}",
             str(outcome.encoded_by_producer),
             str(outcome.encoded_by_consumer),
-            str(outcome.announced),
             _bytes(outcome.moved_bytes),
             "-" if outcome.fetch_ms is None else f"{outcome.fetch_ms:.2f} ms",
-            _shortened(outcome.answers[0].text.strip()),
+            outcome.answers[0].text.strip(),
             style=style,
         )
 
@@ -72,7 +78,7 @@ class Rows:
 def first_token_table(times: dict[str, dict[str, float]]) -> Table:
     """Milliseconds to the first token: ``{question: {who: ms}}``, a column for each who."""
     table = Table(title="time to first token (median, ms)", title_justify="left")
-    table.add_column("request")
+    table.add_column("request", no_wrap=True)
     names = list(dict.fromkeys(who for row in times.values() for who in row))
     for who in names:
         table.add_column(who, justify="right")
@@ -85,7 +91,3 @@ def _bytes(count: int) -> str:
     if count >= 1 << 20:
         return f"{count / (1 << 20):.2f} MiB"
     return f"{count / (1 << 10):.0f} KiB" if count else "0"
-
-
-def _shortened(text: str, limit: int = 30) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"

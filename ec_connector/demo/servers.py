@@ -107,8 +107,10 @@ class Servers:
     def __init__(self, folder: Path | None = None) -> None:
         self._own_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="ec-connector-"))
+        self._scratch = self.folder / "tmp"
         self.running: list[Server] = []
         self.leftovers: list[str] = []
+        self._held = Footprint()
         self._mark = secrets.token_hex(8)
         self._started = 0
 
@@ -132,12 +134,11 @@ class Servers:
         env: Mapping[str, str] | None = None,
     ) -> Server:
         """Start a command that will serve HTTP on ``port`` of the loopback address."""
-        scratch = self.folder / "tmp"
-        scratch.mkdir(exist_ok=True)
+        self._scratch.mkdir(exist_ok=True)
         self._started += 1
         log = self.folder / f"{self._started:02d}-{name.replace(' ', '-')}.log"
         mark = f"{self._mark}.{self._started}"
-        full = {**os.environ, "TMPDIR": str(scratch), MARK: mark, **(env or {})}
+        full = {**os.environ, "TMPDIR": str(self._scratch), MARK: mark, **(env or {})}
         with log.open("wb") as out:
             process = subprocess.Popen(
                 list(command),
@@ -177,12 +178,10 @@ class Servers:
     def stop(self, servers: Sequence[Server]) -> None:
         """End these servers; returns when all their processes are gone.
 
-        What outlives its server for more than a few seconds, or stays of its
-        memory and sockets, is noted in ``leftovers``.
+        What outlives its server for more than a few seconds is noted in ``leftovers``.
         """
-        held = Footprint()
         for server in servers:
-            held.add(server.processes())
+            self._held.add(server.processes())
             if server.process.poll() is None:
                 server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
@@ -196,7 +195,6 @@ class Servers:
             self._end_orphans(server)
             if server in self.running:
                 self.running.remove(server)
-        self.leftovers += held.remains()
 
     def _end_orphans(self, server: Server) -> None:
         deadline = time.monotonic() + ORPHAN_SECONDS
@@ -208,12 +206,13 @@ class Servers:
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End all servers and remove the temporary folder."""
+        """End all servers, remove the temporary folder and note what stays in ``leftovers``."""
         self.stop(list(self.running))
-        if self._own_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self.folder.exists():
-                self.leftovers.append(f"folder {self.folder}")
+        folder = self.folder if self._own_folder else self._scratch
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            self.leftovers.append(f"folder {folder}")
+        self.leftovers += self._held.remains()
 
 
 def vllm_command(
