@@ -14,9 +14,11 @@ from types import TracebackType
 import zmq
 
 from ec_connector.errors import AgentLostError
+from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     LOCAL_VERSION,
     Hello,
+    Refused,
     ToAgent,
     ToClient,
     Welcome,
@@ -34,9 +36,10 @@ class AgentClient:
     Args:
         endpoint: ``ipc://...`` as the agent printed or the engine's metadata says.
         role: ``"scheduler"``, ``"worker"`` or ``"client"``.
+        identity: what this process's engine is; an agent of another kind refuses it.
     """
 
-    def __init__(self, endpoint: str, role: str) -> None:
+    def __init__(self, endpoint: str, role: str, identity: Identity | None = None) -> None:
         self.endpoint = endpoint
         # Own context: ZMQ's global one may have been forked, or be ended by others.
         self._context = zmq.Context(io_threads=1)
@@ -48,7 +51,9 @@ class AgentClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(endpoint)
         self._inbox: list[ToClient] = []
-        self.send(Hello(pid=os.getpid(), role=role))
+        known = identity or Identity()
+        hello = Hello(os.getpid(), role, LOCAL_VERSION, known.compatibility_hash, known.factors)
+        self.send(hello)
 
     def send(self, message: ToAgent) -> bool:
         """Queue a message. Never blocks; False when the queue is full or closed."""
@@ -76,12 +81,15 @@ class AgentClient:
         """The agent's welcome; other messages that come first are kept for ``receive``.
 
         Raises:
-            AgentLostError: no answer within ``timeout`` seconds, or another version.
+            AgentLostError: no answer within ``timeout`` seconds, another version, or
+                an agent of another kind (the text names the factor).
         """
         until = time.monotonic() + timeout
         kept: list[ToClient] = []
         while (left := until - time.monotonic()) > 0:
             for message in self.receive(left):
+                if isinstance(message, Refused):
+                    raise AgentLostError(f"the agent at {self.endpoint} refuses: {message.message}")
                 if not isinstance(message, Welcome):
                     kept.append(message)
                 elif message.version != LOCAL_VERSION:

@@ -149,7 +149,7 @@ class EngineLink:
         return events
 
     def _join(self, endpoint: str) -> Welcome:
-        client = AgentClient(endpoint, self._role)
+        client = AgentClient(endpoint, self._role, self._options.identity)
         try:
             self.welcome = client.hello(HELLO_SECONDS)
         except AgentLostError:

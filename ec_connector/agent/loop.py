@@ -41,6 +41,7 @@ from ec_connector.protocol.effects import (
     StopCopy,
     Tell,
 )
+from ec_connector.protocol.fingerprint import Identity, agree
 from ec_connector.protocol.local import (
     AskStats,
     DropAll,
@@ -99,6 +100,7 @@ class Agent:
         self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
         self.pool.on_free = self._on_free
         self.pool.on_ready = self._on_ready
+        self._identity = options.identity
         planes = tuple(settings.planes)
         self.producer = ProducerMachine(
             self.pool,
@@ -250,6 +252,17 @@ class Agent:
             self._tell(client, Stats(self.stats(), message.seq))
 
     def _welcome(self, client: bytes, hello: Hello, now: float) -> None:
+        theirs = Identity(hello.compatibility_hash, hello.factors)
+        if (difference := agree(self._identity, theirs)) is not None:
+            factor, mine, other = difference
+            text = f"{factor} differs: {mine!r} at the agent, {other!r} at the client"
+            self._tell(client, RefusedMessage(text))
+            return
+        self._identity = Identity(
+            self._identity.compatibility_hash or theirs.compatibility_hash,
+            self._identity.factors | theirs.factors,
+        )
+        self.producer.identity = self.consumer.identity = self._identity
         self._clients[client] = hello
         welcome = Welcome(
             agent_id=self.agent_id,

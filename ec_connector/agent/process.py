@@ -16,7 +16,8 @@ from ec_connector.config import AgentOptions
 from ec_connector.errors import AgentStartError
 
 START_SECONDS = 30.0
-"""A start takes a third of a second, and more where a large pool is prefaulted."""
+START_SECONDS_PER_GIB = 5.0
+"""A start takes a third of a second, and up to 3 s for each GiB that is prefaulted."""
 _LINE_LIMIT = 64 * 1024
 
 
@@ -30,7 +31,8 @@ class AgentProcess:
         AgentStartError: it did not come up; the text holds its own words.
     """
 
-    def __init__(self, options: AgentOptions, timeout: float = START_SECONDS) -> None:
+    def __init__(self, options: AgentOptions) -> None:
+        timeout = START_SECONDS + START_SECONDS_PER_GIB * options.settings.pool_size / 2**30
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ec_connector.agent"],
             stdin=subprocess.PIPE,

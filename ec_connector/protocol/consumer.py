@@ -153,7 +153,7 @@ class ConsumerMachine:
         max_peers: int = 256,
     ) -> None:
         self._pool = pool
-        self._identity = identity
+        self.identity = identity
         self._session = session_id
         self._planes = list(planes)
         self._chunk = chunk_bytes
@@ -480,10 +480,10 @@ class ConsumerMachine:
         patience = max(w.deadline for w in fetch.waiters.values())
         req = XferReq(
             mm_hash=key,
-            compatibility_hash=self._identity.compatibility_hash,
+            compatibility_hash=self.identity.compatibility_hash,
             session_id=self._session,
             xfer_id=fetch.xfer_id,
-            fingerprint=dict(self._identity.factors),
+            fingerprint=dict(self.identity.factors),
             planes=[plane for plane in self._planes if plane != without],
             credit_bytes=self._window,
             chunk_bytes=self._chunk,

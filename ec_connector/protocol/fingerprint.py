@@ -25,6 +25,18 @@ class Identity(msgspec.Struct, frozen=True):
     factors: dict[str, str] = {}
 
 
+def agree(mine: Identity, theirs: Identity) -> tuple[str, str, str] | None:
+    """``(name, mine, theirs)`` of what both know and what differs, or None.
+
+    Named factors come first: the hash can only say that something differs.
+    """
+    difference = first_difference(mine.factors, theirs.factors)
+    hashes = (mine.compatibility_hash, theirs.compatibility_hash)
+    if difference is None and all(hashes) and hashes[0] != hashes[1]:
+        return ("compatibility_hash", *hashes)
+    return difference
+
+
 def compute_ec_compatibility_hash(
     vllm_version: str, model: str, dtype: str, block_size_bytes: int
 ) -> str:

@@ -42,11 +42,18 @@ class _Local(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class Hello(_Local, tag="hello"):
-    """First message of a client. ``pid``: whose death ends its pins and reservations."""
+    """First message of a client. ``pid``: whose death ends its pins and reservations.
+
+    ``compatibility_hash`` and ``factors`` say what the client's engine is. An
+    agent serves engines of one kind: it takes over what it did not know, and
+    refuses a client that contradicts it.
+    """
 
     pid: int
     role: str = "client"  # "scheduler", "worker" or "client"
     version: int = LOCAL_VERSION
+    compatibility_hash: str = ""
+    factors: dict[str, str] = {}
 
 
 class ReserveItem(_Local):

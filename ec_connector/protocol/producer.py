@@ -31,7 +31,7 @@ from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry, EntryState
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Effect, EndGrant, SendToConsumer, Span
-from ec_connector.protocol.fingerprint import Identity, first_difference
+from ec_connector.protocol.fingerprint import Identity, agree
 from ec_connector.protocol.messages import (
     EC_CONNECTOR_VERSION,
     MAX_EXTENTS,
@@ -94,7 +94,7 @@ class ProducerMachine:
         max_parked: int = 4096,
     ) -> None:
         self._pool = pool
-        self._identity = identity
+        self.identity = identity
         self._region = region
         self._planes = planes
         self._lease = lease
@@ -224,11 +224,7 @@ class ProducerMachine:
                 f"this producer {EC_CONNECTOR_VERSION}"
             )
             return _Refusal(XferStatus.NACK_VERSION, text)
-        difference = first_difference(self._identity.factors, req.fingerprint)
-        if difference is None and self._identity.compatibility_hash and req.compatibility_hash:
-            mine, theirs = self._identity.compatibility_hash, req.compatibility_hash
-            if mine != theirs:
-                difference = ("compatibility_hash", mine, theirs)
+        difference = agree(self.identity, Identity(req.compatibility_hash, req.fingerprint))
         if difference is None:
             return None
         factor, mine, theirs = difference
