@@ -38,7 +38,7 @@ from ec_connector.protocol.messages import RegionRef
 
 REGION = RegionRef(pid=4242, fd=17, nbytes=1 << 30, block_bytes=1 << 16, token="ab" * 16)
 TO_AGENT: list[Any] = [
-    Hello(4242, "worker", 2),
+    Hello(4242, "worker", 2, "c0ffee", {"model": "m"}),
     Reserve(1, 2, [ReserveItem("key", 64, "bfloat16", [4, 8])], True),
     Saved([("key", 1), ("other", 2)]),
     SaveFailed("key", 1, "message", "traceback"),
