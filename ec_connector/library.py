@@ -32,6 +32,7 @@ from ec_connector.errors import (
     ItemMissingError,
     MismatchError,
     PoolError,
+    RegionError,
     fetch_error,
 )
 from ec_connector.pool.region import Region
@@ -64,7 +65,11 @@ class _Member:
         self._lock = threading.Lock()
         self._link = EngineLink(self.settings, Identity(factors=dict(factors or {})), "client")
         self._welcome = self._link.start()
-        self._region = Region.open(self._welcome.region, writable=True)
+        try:
+            self._region = Region.open(self._welcome.region, writable=True)
+        except RegionError:
+            self._link.close()
+            raise
 
     @property
     def address(self) -> tuple[str, int]:
@@ -95,13 +100,18 @@ class _Member:
 
     def _attach(self) -> None:
         """Follow the agent if it was started anew since the last call."""
-        for event in self._link.poll():
-            if isinstance(event, LinkUp):
-                self._welcome = event.welcome
-                self._region.close()
-                self._region = Region.open(self._welcome.region, writable=True)
-        if not self._link.up:
+        self._link.poll()
+        welcome = self._link.welcome
+        if welcome is None or not self._link.up:
             raise AgentLostError("the agent is down; another is being started")
+        # Not by the event that told of it: another call may have taken that one.
+        if welcome != self._welcome:
+            try:
+                region = Region.open(welcome.region, writable=True)
+            except RegionError as error:
+                raise AgentLostError(f"the new agent was lost at once: {error}") from error
+            self._region.close()
+            self._welcome, self._region = welcome, region
 
     def _answer(self, wanted: Callable[[ToClient], bool], timeout: float) -> ToClient | None:
         """The first message that ``wanted`` takes; None when the time is over."""
@@ -147,30 +157,39 @@ class Producer(_Member):
             DTypeError: an element type that cannot be carried.
         """
         name, raw = bytes_of(array, dtype)
+        item = ReserveItem(key, raw.nbytes, name, list(array.shape))
         with self._lock:
             self._attach()
-            self._calls += 1
-            item = ReserveItem(key, raw.nbytes, name, list(array.shape))
-            place = self._reserve(Reserve(self._calls, self._calls, [item], replace=True))
-            source = memoryview(raw.data)
-            for view in self._region.views(place.extents, raw.nbytes):
-                view[:] = source[: len(view)]
-                source = source[len(view) :]
-            if not self._link.send(Saved([(key, place.generation)])):
-                raise AgentLostError("the agent was lost during a put")
-            host, port = self.address
+            place = self._reserve(item)
+            self._save(place, raw)
+            return self._announcement(item, modality)
+
+    def _announcement(self, item: ReserveItem, modality: str) -> dict[str, Any]:
+        host, port = self.address
         return {
             "item_indices": [0],
             "metadata": {},
             "modality": modality,
             "peer_host": host,
             "peer_port": port,
-            "size_bytes": raw.nbytes,
-            "shape": list(array.shape),
-            "dtype": name,
+            "size_bytes": item.nbytes,
+            "shape": item.shape,
+            "dtype": item.dtype,
         }
 
-    def _reserve(self, message: Reserve) -> ReservedItem:
+    def _save(self, place: ReservedItem, raw: np.ndarray[Any, Any]) -> None:
+        """Write the bytes where they belong, and have them served."""
+        source = memoryview(raw.data)
+        for view in self._region.views(place.extents, raw.nbytes):
+            view[:] = source[: len(view)]
+            source = source[len(view) :]
+        if not self._link.send(Saved([(place.key, place.generation)])):
+            raise AgentLostError("the agent was lost during a put")
+
+    def _reserve(self, item: ReserveItem) -> ReservedItem:
+        self._calls += 1
+        message = Reserve(self._calls, self._calls, [item], replace=True)
+
         def to_me(answer: ToClient) -> bool:
             return isinstance(answer, Reserved) and answer.seq == message.seq
 
