@@ -18,10 +18,10 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
-from ec_connector.dtypes import lookup
+from ec_connector.claims import Claim, Item, Outcome, Want, fault_of
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.step import Placement
@@ -31,85 +31,6 @@ ANSWER_GRACE: Final = 0.5
 _WORTH_ASKING: Final = 0.05
 _NOT_DELIVERED: Final = sys.maxsize
 _REMEMBERED: Final = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where an announcement says an item can be had, and what it is there."""
-
-    host: str
-    port: int
-    nbytes: int
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """One item as one request needs it.
-
-    ``fault`` is the counted reason, ``fault_text`` the words, of an
-    announcement that cannot be used. ``ask`` is False where neither an
-    announcement nor the past gives a reason to look for the item: it is
-    encoded without a word.
-    """
-
-    key: str
-    rows: int
-    modality: str
-    has_media: bool
-    source: Source | None = None
-    fault: str = ""
-    fault_text: str = ""
-    ask: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """An item that could not be had: ``local`` tells whether it is encoded here instead.
-
-    ``expected``: nobody had announced it, so encoding it is no fallback.
-    """
-
-    request_id: str
-    key: str
-    peer: str
-    reason: str
-    message: str
-    local: bool
-    expected: bool = False
-
-
-@dataclass(slots=True)
-class Claim:
-    """What one request needs, and how far each item has come.
-
-    ``covered``: every item that ends after this prompt position, of the first
-    ``count``, is settled or waited for. ``visited`` is the producer side's mark.
-    """
-
-    request_id: str
-    covered: int = sys.maxsize
-    count: int = 0
-    visited: bool = False
-    wants: dict[str, Want] = field(default_factory=dict)
-    waiting: set[str] = field(default_factory=set)
-    held: set[str] = field(default_factory=set)
-    local: set[str] = field(default_factory=set)
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Item:
-    key: str
-    source: Source | None
-    rows: int
-    asked_at: float
-    holders: dict[str, tuple[Want, float]] = field(default_factory=dict)
-    placement: Placement | None = None
-    busy_until: int = 0  # last step told to load it; returned steps are behind
 
 
 class Intake:
@@ -123,10 +44,9 @@ class Intake:
 
     def __init__(self, dtype: str, timeout: float, width_fault: Callable[[str, int], str]) -> None:
         self._dtype = dtype
-        self._itemsize = lookup(dtype).itemsize
         self._timeout = timeout
         self._width_fault = width_fault
-        self._items: dict[str, _Item] = {}
+        self._items: dict[str, Item] = {}
         self._waiting: Deadlines[str] = Deadlines()
         self._lingering: set[str] = set()
         self._spoiled: set[str] = set()
@@ -347,7 +267,7 @@ class Intake:
 
     def _fetch(self, claim: Claim, want: Want, now: float, deadline: float) -> None:
         source = want.source
-        item = _Item(want.key, source, want.rows, now)
+        item = Item(want.key, source, want.rows, now)
         item.holders[claim.request_id] = (want, deadline)
         claim.waiting.add(want.key)
         self._items[want.key] = item
@@ -362,20 +282,15 @@ class Intake:
             shape=list(source.shape) if source else [],
         )
 
-    def _fault(self, item: _Item, answer: Ready) -> str:
-        """What is wrong with what arrived, "" if nothing."""
-        if len(answer.shape) != 2 or answer.shape[0] != item.rows:
-            return f"it has shape {answer.shape}, but {item.rows} rows are expected"
-        if answer.dtype != self._dtype:
-            return f"its dtype is {answer.dtype}, but this model's is {self._dtype}"
-        width = answer.shape[1]
-        if answer.nbytes != item.rows * width * self._itemsize:
-            return f"{answer.nbytes} bytes cannot be {answer.shape} of {self._dtype}"
+    def _fault(self, item: Item, answer: Ready) -> str:
+        fault = fault_of(answer, item.rows, self._dtype)
+        if fault:
+            return fault
         modalities = {want.modality for want, _ in item.holders.values()}
-        faults = (self._width_fault(modality, width) for modality in sorted(modalities))
+        faults = (self._width_fault(kind, answer.shape[1]) for kind in sorted(modalities))
         return next(filter(None, faults), "")
 
-    def _fail(self, item: _Item, reason: str, message: str, peer: str, now: float) -> None:
+    def _fail(self, item: Item, reason: str, message: str, peer: str, now: float) -> None:
         """End an item; requests that know another source, or have time left, ask again."""
         self._remove(item)
         source = str(item.source or "")
@@ -406,7 +321,7 @@ class Intake:
         self.unavailable.add(claim.request_id)
         self.outcomes.append(Outcome(claim.request_id, want.key, peer, reason, message, False))
 
-    def _let_go(self, item: _Item) -> None:
+    def _let_go(self, item: Item) -> None:
         """End an item that nobody holds, as soon as no step is loading it."""
         if item.holders:
             return
@@ -420,7 +335,7 @@ class Intake:
             self.releases.append(item.key)
         self._remove(item)
 
-    def _remove(self, item: _Item) -> None:
+    def _remove(self, item: Item) -> None:
         self._items.pop(item.key, None)
         self._waiting.cancel(item.key)
         self._lingering.discard(item.key)

@@ -17,10 +17,8 @@ from typing import Any, Final, Protocol
 
 from ec_connector._compat import EngineFacts, ItemFields, engine_facts
 from ec_connector.agent.link import EngineLink, LinkDown, LinkEvent, LinkUp
-from ec_connector.announced import BadAnnouncement, read_source
-from ec_connector.intake import Claim, Intake, Outcome, Want
-from ec_connector.keys import why_not_shared
-from ec_connector.notices import Notices
+from ec_connector.claims import Claim, Want
+from ec_connector.intake import Intake
 from ec_connector.offers import Offers, StepSaves
 from ec_connector.protocol.local import (
     AskStats,
@@ -37,10 +35,12 @@ from ec_connector.protocol.local import (
     ToAgent,
     Welcome,
 )
-from ec_connector.protocol.messages import RegionRef
+from ec_connector.regions import Regions
 from ec_connector.step import StepMetadata, WorkerReport
 from ec_connector.tally import Tally
 from ec_connector.widths import Widths
+from ec_connector.wishes import wish
+from ec_connector.words import Words
 
 logger = logging.getLogger("vllm.ec_connector.scheduler")
 
@@ -49,7 +49,6 @@ RESERVE_PATIENCE: Final = 0.02
 IDLE_PATIENCE: Final = 0.001
 """Seconds a step with nothing to run waits for the agent's next message."""
 STATS_INTERVAL: Final = 5.0
-_REGIONS_KEPT: Final = 4
 _PASSTHROUGH: Final = "prompt_embeds"
 """A modality without an encoder: its rows come with the request."""
 
@@ -112,12 +111,10 @@ class SchedulerSide:
         self._owed_answer = 0
         self._close_step = 0
         self._freed: list[str] = []
-        self._regions: dict[str, RegionRef] = {}
-        self._shown_at: dict[str, int] = {}
+        self._regions = Regions()
         self._tally = Tally()
         self._next_stats = 0.0
-        self._agent_counts: dict[str, int] = {}
-        self._notices = Notices(logger)
+        self._words = Words(logger, self._tally, clock)
         self._closed = False
         self._greet(link.start())
 
@@ -193,10 +190,12 @@ class SchedulerSide:
         self._freed += freed
         tokens = {place.token for place in (*saves.saves.values(), *saves.republish.values())}
         tokens |= {place.token for place in loads.values()}
+        if self._link.up and self._link.welcome is not None:
+            tokens.add(self._link.welcome.region.token)
         metadata = StepMetadata(
             step=self._step,
             endpoint=self._link.endpoint,
-            regions=self._shown(tokens, delivered),
+            regions=self._regions.show(tokens, self._step, delivered=delivered),
             saves=saves.saves,
             republish=saves.republish,
             loads=loads,
@@ -275,23 +274,17 @@ class SchedulerSide:
                 self._offers.visited(feature.identifier, rows, feature.modality)
 
     def _want(self, request: Any, feature: Any) -> Want:
-        key, rows = feature.identifier, feature.mm_position.get_num_embeds()
         has_media = self._fields.has_media(feature)
-        want = Want(key, rows, feature.modality, has_media, ask=False)
         if not self._facts.is_consumer:
-            return want
-        try:
-            source = read_source(request.ec_transfer_params, key, rows, self._facts.dtype)
-        except BadAnnouncement as error:
-            return Want(key, rows, feature.modality, has_media, None, "mismatch", str(error))
-        private = why_not_shared(key)
-        if private:
-            if source is None and has_media:
-                return want
-            text = "its identifier means nothing outside one engine"
-            return Want(key, rows, feature.modality, has_media, source, private, text)
-        ask = source is not None or not has_media or self._may_be_in_pool(key)
-        return Want(key, rows, feature.modality, has_media, source, ask=ask)
+            rows = feature.mm_position.get_num_embeds()
+            return Want(feature.identifier, rows, feature.modality, has_media, ask=False)
+        return wish(
+            feature,
+            request.ec_transfer_params,
+            self._facts.dtype,
+            has_media=has_media,
+            in_pool=self._may_be_in_pool,
+        )
 
     def _may_be_in_pool(self, key: str) -> bool:
         shared = bool(self._facts.settings.agent)
@@ -333,7 +326,7 @@ class SchedulerSide:
             welcome = self._link.welcome
             token = welcome.region.token if welcome is not None else ""
         saves = self._offers.settle(answers, token, why)
-        self._count_saves(saves)
+        self._words.saves(saves)
         return saves
 
     def _await_reserved(self, seq: int) -> list[ReservedItem] | None:
@@ -343,21 +336,6 @@ class SchedulerSide:
             if found is not None:
                 return found.items
         return None
-
-    def _count_saves(self, saves: StepSaves) -> None:
-        for place in (*saves.saves.values(), *saves.republish.values()):
-            self._tally.add("saved_items")
-            self._tally.add("saved_bytes", place.nbytes)
-        for key, (reason, words) in saves.refused.items():
-            self._tally.add_reason("unsaved_items", reason)
-            self._notices.say(
-                f"unannounced {reason}",
-                self._clock(),
-                "Item %s is encoded but neither saved nor announced: %s",
-                key,
-                f"{reason}: {words}" if words else reason,
-                level=logging.WARNING,
-            )
 
     def _poll(self) -> None:
         self._polled = True
@@ -382,7 +360,8 @@ class SchedulerSide:
             elif isinstance(event, Failed):
                 self._intake.failed(event, now)
             elif isinstance(event, Stats):
-                self._agent_stats(event)
+                self._tally.note_agent(event.values)
+                self._tally.gauges["waiting_items"] = self._intake.waiting
             elif isinstance(event, Refused):
                 logger.error("The agent refused a message: %s", event.message)
             elif isinstance(event, LinkDown):
@@ -405,25 +384,11 @@ class SchedulerSide:
         if event.plane == "pool":
             self._tally.add("hit_items")
 
-    def _agent_stats(self, event: Stats) -> None:
-        blocks = event.values.get("blocks", 0)
-        if blocks:
-            used = blocks - event.values.get("blocks_free", 0)
-            self._tally.gauges["usage_ratio"] = used / blocks
-        self._tally.gauges["pinned_blocks"] = event.values.get("blocks_pinned", 0)
-        self._tally.gauges["waiting_items"] = self._intake.waiting
-        self._tally.gauges["agent_up"] = 1
-        failed = event.values.get("save_failed", 0)
-        if failed > self._agent_counts.get("save_failed", 0):
-            self._tally.add("save_failed_items", failed - self._agent_counts.get("save_failed", 0))
-        self._agent_counts["save_failed"] = failed
-
     def _greet(self, welcome: Welcome) -> None:
-        self._regions[welcome.region.token] = welcome.region
+        self._regions.add(welcome.region)
         self._intake.agent_up()
         self._owed_answer = 0
-        self._agent_counts.clear()
-        self._tally.gauges["agent_up"] = 1
+        self._tally.new_agent()
         logger.info(
             "Agent %s (pid %d) serves %s",
             welcome.agent_id,
@@ -432,10 +397,9 @@ class SchedulerSide:
         )
 
     def _down(self, reason: str, now: float) -> None:
-        mapped = {token for token, step in self._shown_at.items() if step <= self._returned}
         self._owed_answer = 0
         self._offers.forget()
-        self._intake.agent_down(reason, mapped, now)
+        self._intake.agent_down(reason, self._regions.mapped(self._returned), now)
         self._tally.gauges["agent_up"] = 0
 
     def _flush(self) -> None:
@@ -447,52 +411,10 @@ class SchedulerSide:
             self._link.send(Fetch(list(self._intake.fetches.values())))
             self._intake.fetches = {}
 
-    def _shown(self, tokens: set[str], delivered: bool) -> list[RegionRef]:
-        """The regions a step names: the current one, early, and those it needs."""
-        if self._link.up and self._link.welcome is not None:
-            tokens = tokens | {self._link.welcome.region.token}
-        if delivered:
-            for token in tokens:
-                self._shown_at.setdefault(token, self._step)
-        while len(self._regions) > _REGIONS_KEPT:
-            oldest = next(iter(self._regions))
-            del self._regions[oldest]
-            self._shown_at.pop(oldest, None)
-        return [self._regions[token] for token in sorted(tokens) if token in self._regions]
-
-    # ── words ────────────────────────────────────────────────────────────────
-
     def _tell_outcomes(self) -> None:
-        if not self._intake.outcomes:
-            return
-        outcomes, self._intake.outcomes = self._intake.outcomes, []
-        for outcome in outcomes:
-            self._tell(outcome)
-
-    def _tell(self, outcome: Outcome) -> None:
-        values = (
-            outcome.request_id,
-            outcome.key,
-            outcome.peer or "none",
-            outcome.reason,
-            outcome.message,
-        )
-        if not outcome.local:
-            self._tally.add_reason("failed_requests", outcome.reason)
-            logger.error(
-                "Request %s fails: its item %s cannot be had from peer %s, "
-                "reason %s: %s; and it came without its media",
-                *values,
-            )
-        elif outcome.expected:
-            if self._facts.is_consumer:
-                self._tally.add("unannounced_media_items")
-        else:
-            self._tally.add_reason("fallback_items", outcome.reason)
-            self._notices.say(
-                f"fallback {outcome.reason}",
-                self._clock(),
-                "Request %s encodes its item %s here: it cannot be had from peer %s, reason %s: %s",
-                *values,
-                level=logging.WARNING,
-            )
+        if self._intake.outcomes:
+            outcomes, self._intake.outcomes = self._intake.outcomes, []
+            for outcome in outcomes:
+                # A producer encodes everything: that is no news.
+                if self._facts.is_consumer or not outcome.local:
+                    self._words.outcome(outcome)

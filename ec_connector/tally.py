@@ -9,6 +9,7 @@ stand for the moment and are not added up. An item's identifier is never in it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -59,6 +60,24 @@ class Tally:
     reasons: dict[str, Counter[str]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    _failed_before: int = 0
+
+    def new_agent(self) -> None:
+        """An agent serves whose own counts begin at zero."""
+        self.gauges["agent_up"] = 1
+        self._failed_before = 0
+
+    def note_agent(self, values: Mapping[str, Any]) -> None:
+        """Take over what the agent says of its pool, and of saves that failed."""
+        blocks = values.get("blocks", 0)
+        if blocks:
+            self.gauges["usage_ratio"] = 1 - values.get("blocks_free", 0) / blocks
+        self.gauges["pinned_blocks"] = values.get("blocks_pinned", 0)
+        self.gauges["agent_up"] = 1
+        failed = int(values.get("save_failed", 0))
+        if failed > self._failed_before:
+            self.add("save_failed_items", failed - self._failed_before)
+        self._failed_before = failed
 
     def add(self, name: str, number: int = 1) -> None:
         """Count under one of ``COUNTS``."""
