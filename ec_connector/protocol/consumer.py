@@ -51,6 +51,7 @@ from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.protocol.messages import (
     MAX_HASH_CHARS,
+    MAX_RANK,
     XferAck,
     XferChunk,
     XferCredit,
@@ -58,6 +59,7 @@ from ec_connector.protocol.messages import (
     XferReq,
     XferStatus,
 )
+from ec_connector.protocol.producer import MAX_CREDIT_BYTES, MAX_PARK_SECONDS
 
 OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
@@ -157,13 +159,15 @@ class ConsumerMachine:
         self._session = session_id
         self._planes = list(planes)
         self._chunk = chunk_bytes
-        self._window = window_bytes
+        # Credit beyond the producer's limit would never come back as bytes.
+        self._window = min(window_bytes, MAX_CREDIT_BYTES)
         self._connect_timeout = connect_timeout
         self._max_peers = max_peers
         self._fetches: dict[str, _Fetch] = {}
         self._by_xfer: dict[int, str] = {}
         self._peers: dict[Address, _Peer] = {}
-        self._pinned: dict[bytes, dict[str, Entry]] = {}
+        # A key can stand for several generations: one delivered before its key got new content.
+        self._pinned: dict[bytes, dict[str, list[Entry]]] = {}
         self._waiting_for_room: dict[str, None] = {}
         self._waiters: Deadlines[tuple[str, bytes]] = Deadlines()
         self._retries: Deadlines[str] = Deadlines()
@@ -179,12 +183,15 @@ class ConsumerMachine:
         waiter = _Waiter(now + item.timeout_ms / 1000.0, now)
         running = self._fetches.get(item.key)
         if running is not None:
-            if not _same_item(running.item, item):
+            if not self._same_item(running, item):
                 text = "the same item is being fetched with another size, dtype or shape"
                 return [self._failed(client, item, "mismatch", text)]
             running.waiters[client] = waiter
             self._waiters.set((item.key, client), waiter.deadline)
             return []
+        if item.nbytes < 0 or len(item.shape) > MAX_RANK or min(item.shape, default=0) < 0:
+            text = f"{item.nbytes} bytes of shape {item.shape[: MAX_RANK + 1]} are no item"
+            return [self._failed(client, item, "mismatch", text)]
         entry = self._pool.get(item.key)
         if entry is not None and not _fits(entry, item):
             # A client-chosen identifier was used for other content; ours is not what is wanted.
@@ -223,21 +230,21 @@ class ConsumerMachine:
 
     def release(self, client: bytes, key: str, now: float) -> list[Effect]:
         """A client needs an item no longer, whether it has it or still waits for it."""
-        held = self._pinned.get(client, {}).pop(key, None)
-        if held is not None:
-            self._pool.unpin(held.generation, _pin(client), now)
-            return self.room(now)
+        effects: list[Effect] = []
         fetch = self._fetches.get(key)
-        if fetch is None or fetch.waiters.pop(client, None) is None:
-            return []
-        self._waiters.cancel((key, client))
-        return [] if fetch.waiters else self._finish(key)
+        if fetch is not None and fetch.waiters.pop(client, None) is not None:
+            self._waiters.cancel((key, client))
+            if not fetch.waiters:
+                effects += self._finish(key)
+        for entry in self._pinned.get(client, {}).pop(key, ()):
+            self._pool.unpin(entry.generation, _pin(client), now)
+        return [*effects, *self.room(now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Effect]:
         """A client's process ended: nothing is pinned or fetched for it any more."""
         effects: list[Effect] = []
-        keys = [*self._pinned.get(client, ())]
-        keys += [key for key, fetch in self._fetches.items() if client in fetch.waiters]
+        keys = dict.fromkeys(self._pinned.get(client, ()))
+        keys.update((key, None) for key, fetch in self._fetches.items() if client in fetch.waiters)
         for key in keys:
             effects += self.release(client, key, now)
         self._pinned.pop(client, None)
@@ -267,7 +274,8 @@ class ConsumerMachine:
     def room(self, now: float) -> list[Effect]:
         """Blocks may have become free: start what waited for them, oldest first."""
         effects: list[Effect] = []
-        for key in list(self._waiting_for_room):
+        while self._waiting_for_room:
+            key = next(iter(self._waiting_for_room))
             effects += self._start(key, now)
             if key in self._waiting_for_room:
                 break
@@ -277,7 +285,8 @@ class ConsumerMachine:
         """The model's weights changed: what is on its way is not wanted any more."""
         effects: list[Effect] = []
         for key in list(self._fetches):
-            effects += self._fail(key, "missing", "the model's weights changed meanwhile")
+            text = "the model's weights changed meanwhile"
+            effects += self._fail(key, "missing", text, hand_back=True)
         return effects
 
     # ── what producers say ───────────────────────────────────────────────────
@@ -304,8 +313,10 @@ class ConsumerMachine:
     ) -> list[Effect]:
         """A producer answered. ``payload``: length of what came behind the ack, None if nothing."""
         fetch = self._match(address, ack)
-        if fetch is None or fetch.state is not FetchState.ASKED or fetch.entry is None:
+        if fetch is None or fetch.entry is None:
             return self._hand_back(address, ack)
+        if fetch.state is not FetchState.ASKED:
+            return []  # the same answer again: handing it back would end the grant in use
         key = fetch.item.key
         if ack.status is XferStatus.NACK_NOT_READY:
             return self._ask_later(key, now)
@@ -383,13 +394,15 @@ class ConsumerMachine:
         if was_up:
             peer.since = now
         self._peer_clock.set(address, peer.since + self._connect_timeout)
-        for key in peer.fetches:
+        effects: list[Effect] = []
+        for key in sorted(peer.fetches):
             fetch = self._fetches[key]
             if fetch.state is FetchState.RECEIVING:
+                effects += self._stop_copy(fetch)
                 fetch.state = FetchState.ASKED
                 fetch.received = 0
             self._renumber(fetch)
-        return []
+        return effects
 
     def peer_refused(self, address: Address, message: str) -> list[Effect]:
         """The address may not be dialled, or has no meaning."""
@@ -444,9 +457,9 @@ class ConsumerMachine:
                 raise InternalError(f"{address} is charged with another peer's fetch")
         if len(self._by_xfer) != sum(f.entry is not None for f in self._fetches.values()):
             raise InternalError("transfers and fetches differ in number")
-        for client, entries in self._pinned.items():
-            for key, entry in entries.items():
-                if _pin(client) not in entry.pins:
+        for client, delivered in self._pinned.items():
+            for key, entries in delivered.items():
+                if any(_pin(client) not in entry.pins for entry in entries):
                     raise InternalError(f"{key!r} is delivered to {client!r} without a pin")
 
     # ── asking ───────────────────────────────────────────────────────────────
@@ -458,6 +471,7 @@ class ConsumerMachine:
             # While this fetch waited for room, the engine itself came to save the item.
             self._waiting_for_room.pop(key, None)
             fetch.state = FetchState.LOCAL
+            self._peers[fetch.address].fetches.discard(key)
             return self.saved(key, now)
         try:
             fetch.entry = self._pool.reserve(
@@ -477,7 +491,7 @@ class ConsumerMachine:
         self._renumber(fetch)
         fetch.state = FetchState.ASKED
         fetch.received = fetch.owed_credit = 0
-        patience = max(w.deadline for w in fetch.waiters.values())
+        patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
             mm_hash=key,
             compatibility_hash=self.identity.compatibility_hash,
@@ -487,7 +501,7 @@ class ConsumerMachine:
             planes=[plane for plane in self._planes if plane != without],
             credit_bytes=self._window,
             chunk_bytes=self._chunk,
-            timeout_ms=max(1, int((patience - now) * 1000)),
+            timeout_ms=int(min(max(patience, 0.001), MAX_PARK_SECONDS) * 1000),
         )
         self.counts["requests_sent"] += 1
         return [SendToProducer(fetch.address, req)]
@@ -513,6 +527,15 @@ class ConsumerMachine:
         fetch = self._fetches[key]
         named = message.mm_hash if isinstance(message, XferAck) else key
         return fetch if fetch.address == address and named == key else None
+
+    def _same_item(self, running: _Fetch, item: FetchItem) -> bool:
+        if not item.peer_host:
+            return True  # asks for whatever this pool has; it checks the answer itself
+        if running.state is FetchState.LOCAL:
+            entry = self._pool.get(item.key)
+            return entry is not None and _fits(entry, item)
+        mine = running.item
+        return (mine.nbytes, mine.dtype, mine.shape) == (item.nbytes, item.dtype, item.shape)
 
     # ── receiving ────────────────────────────────────────────────────────────
 
@@ -552,7 +575,9 @@ class ConsumerMachine:
         self, client: bytes, entry: Entry, waiter: _Waiter, now: float, plane: str, peer: str
     ) -> Tell:
         self._pool.pin(entry.key, _pin(client), None, now)
-        self._pinned.setdefault(client, {})[entry.key] = entry
+        entries = self._pinned.setdefault(client, {}).setdefault(entry.key, [])
+        if entry not in entries:
+            entries.append(entry)
         self.counts[f"ready_{plane}"] += 1
         message = Ready(
             key=entry.key,
@@ -610,13 +635,18 @@ class ConsumerMachine:
         self._retries.cancel(key)
         for client in fetch.waiters:
             self._waiters.cancel((key, client))
+        stop: list[Effect] = []
         if fetch.entry is not None:
             # Only this agent's loop writes fetched bytes, and it carries out StopCopy first.
             self._pool.abandon(key, fetch.entry.generation)
+            stop = self._stop_copy(fetch)
         if (peer := self._peers.get(fetch.address)) is not None:
             peer.fetches.discard(key)
+        return stop
+
+    def _stop_copy(self, fetch: _Fetch) -> list[Effect]:
         copying = fetch.state is FetchState.RECEIVING and fetch.plane == "memory"
-        return [StopCopy(fetch.xfer_id)] if copying and fetch.entry is not None else []
+        return [StopCopy(fetch.xfer_id)] if copying else []
 
     def _done_effects(self, fetch: _Fetch) -> list[Effect]:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
@@ -658,12 +688,6 @@ class ConsumerMachine:
 
 def _pin(client: bytes) -> str:
     return f"client/{client.hex()}"
-
-
-def _same_item(a: FetchItem, b: FetchItem) -> bool:
-    if not b.peer_host:
-        return True  # asks for whatever this pool has; it checks the answer itself
-    return (a.nbytes, a.dtype, a.shape) == (b.nbytes, b.dtype, b.shape)
 
 
 def _fits(entry: Entry, item: FetchItem) -> bool:

@@ -3,8 +3,8 @@
 
 Rules:
 
-1. A grant is named by ``(session_id, mm_hash)``. Asking again replaces it, so a
-   consumer that lost an answer simply asks again.
+1. A grant is named by ``(session_id, mm_hash)``, without a session by its peer.
+   Asking again replaces it, so a consumer that lost an answer simply asks again.
 2. A request for an item that is being saved is parked, and answered in the same
    call that learns of the save. Nobody polls.
 3. Bytes are sent only under a pin, and at most as many as the consumer gave
@@ -81,6 +81,8 @@ class ProducerMachine:
         planes: planes this producer offers, best first.
         lease: seconds a grant lives without word from its consumer.
         max_parked: requests that may wait for saves at one time.
+        own_session: session of this agent's own consumer. What that one asks for is not here:
+            its request would only wait for itself.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class ProducerMachine:
         planes: tuple[str, ...] = ("zmq",),
         lease: float = 30.0,
         max_parked: int = 4096,
+        own_session: str | None = None,
     ) -> None:
         self._pool = pool
         self.identity = identity
@@ -99,6 +102,7 @@ class ProducerMachine:
         self._planes = planes
         self._lease = lease
         self._max_parked = max_parked
+        self._own_session = own_session
         self._grants: dict[GrantKey, _Grant] = {}
         self._parked: dict[GrantKey, _Parked] = {}
         self._parked_on: dict[str, set[GrantKey]] = {}
@@ -112,12 +116,12 @@ class ProducerMachine:
     def asked(self, peer: bytes, req: XferReq, now: float) -> list[Effect]:
         """A consumer wants an item."""
         self.counts["requests"] += 1
-        key = (req.session_id, req.mm_hash)
+        key = _key(peer, req)
         effects = self._end(key)
         if refusal := self._gate(req):
             return [*effects, self._nack(peer, req, refusal)]
         entry = self._pool.get(req.mm_hash)
-        if entry is None:
+        if entry is None or (entry.state is EntryState.SAVING and self._is_own(req)):
             text = "neither held nor being saved here"
             return [*effects, self._nack(peer, req, _Refusal(XferStatus.NACK_MISSING, text))]
         if entry.state is EntryState.READY:
@@ -153,9 +157,13 @@ class ProducerMachine:
             refusal = _Refusal(XferStatus.NACK_MISSING, "the save was given up")
         return [self._nack(p.peer, p.req, refusal) for p in self._unpark_all(mm_hash)]
 
+    def drop_all(self) -> list[Effect]:
+        """The model's weights changed: nothing that is being saved now will be served."""
+        return [effect for mm_hash in list(self._parked_on) for effect in self.lost(mm_hash, "")]
+
     def credited(self, peer: bytes, credit: XferCredit, now: float) -> list[Effect]:
         """A consumer has room for more of a grant."""
-        key = (credit.session_id, credit.mm_hash)
+        key = _key(peer, credit)
         grant = self._grants.get(key)
         if grant is None or grant.peer != peer or grant.req.xfer_id != credit.xfer_id:
             return []
@@ -165,7 +173,7 @@ class ProducerMachine:
 
     def done(self, peer: bytes, done: XferDone) -> list[Effect]:
         """A consumer has what it wanted, or wants it no more."""
-        key = (done.session_id, done.mm_hash)
+        key = _key(peer, done)
         grant = self._grants.get(key)
         parked = self._parked.get(key)
         if grant is not None and grant.peer == peer and grant.req.xfer_id == done.xfer_id:
@@ -217,6 +225,9 @@ class ProducerMachine:
 
     # ── the gate ─────────────────────────────────────────────────────────────
 
+    def _is_own(self, req: XferReq) -> bool:
+        return self._own_session is not None and req.session_id == self._own_session
+
     def _gate(self, req: XferReq) -> _Refusal | None:
         if req.connector_version != EC_CONNECTOR_VERSION:
             text = (
@@ -234,7 +245,7 @@ class ProducerMachine:
     # ── grants ───────────────────────────────────────────────────────────────
 
     def _grant(self, peer: bytes, req: XferReq, entry: Entry, now: float) -> list[Effect]:
-        key = (req.session_id, req.mm_hash)
+        key = _key(peer, req)
         self._pins += 1
         pin = f"grant/{self._pins}"
         self._pool.pin(entry.key, pin, None, now)
@@ -310,6 +321,11 @@ class ProducerMachine:
             ack.message, ack.factor = refusal.message[:MAX_TEXT_CHARS], refusal.factor
             ack.traceback = refusal.traceback[-MAX_TEXT_CHARS:]
         return SendToConsumer(peer, ack)
+
+
+def _key(peer: bytes, message: XferReq | XferCredit | XferDone) -> GrantKey:
+    # Consumers that name no session must not end each other's grants.
+    return message.session_id or f"peer/{peer.hex()}", message.mm_hash
 
 
 @dataclass(frozen=True, slots=True)
