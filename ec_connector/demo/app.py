@@ -130,10 +130,10 @@ def _ours(
     reference = {question.name: answers_of(alone.url, question) for question in questions}
     if not texts_differ(questions, reference):
         result.problems.append(f"{title}: different pictures gave the same text")
-    rows = report.Rows(title)
+    rows = report.Rows(title, console)
     outcomes = result.outcomes[title] = {}
     pair = pair_of(producer, consumer, router)
-    with rows.shown(console):
+    with rows.shown():
         for question in questions:
             want = reference[question.name]
             outcome = outcomes[question.name] = _measured(pair, question, want, counts=True)

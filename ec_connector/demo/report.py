@@ -43,36 +43,40 @@ def start_shown(console: Console, servers: Servers, starting: Sequence[Server]) 
 class Rows:
     """The main table, one row a question, shown as it grows."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, console: Console) -> None:
+        self._console = console
+        self._with_answers = console.width >= WIDTH_WITHOUT_TERMINAL
         self.table = Table(title=title, title_justify="left")
-        self.table.add_column("request", no_wrap=True)
-        self.table.add_column("tokens\nequal", justify="right", no_wrap=True)
-        self.table.add_column("encoded by\nproducer", justify="right", min_width=10)
-        self.table.add_column("encoded by\nconsumer", justify="right", min_width=10)
-        self.table.add_column("bytes\nmoved", justify="right", no_wrap=True)
-        self.table.add_column("fetch to\nready", justify="right", no_wrap=True)
-        self.table.add_column("answer", no_wrap=True, overflow="ellipsis")
+        self.table.add_column("request")
+        for heading in ("tokens\nequal", "encoded by\nproducer", "encoded by\nconsumer"):
+            self.table.add_column(heading, justify="right")
+        self.table.add_column("bytes\nmoved", justify="right")
+        self.table.add_column("fetch to\nready", justify="right")
+        if self._with_answers:
+            self.table.add_column("first answer")
 
     @contextmanager
-    def shown(self, console: Console) -> Iterator[Rows]:
+    def shown(self) -> Iterator[None]:
         """Draw the table while it is filled (at the end only, where there is no terminal)."""
-        with Live(self.table, console=console, refresh_per_second=4):
-            yield self
+        with Live(self.table, console=self._console, refresh_per_second=4):
+            yield
+        if not self._console.is_terminal:
+            self._console.print()  # Live ends without a new line there
 
     def add(self, question: Question, outcome: Outcome, equal: int) -> None:
         """A row; ``equal`` answers were token by token those of the reference."""
         total = len(question.bodies)
-        style = "red" if outcome.problems else ""
-        self.table.add_row(
+        cells = [
             question.name,
             f"{equal} of {total}",
             str(outcome.encoded_by_producer),
             str(outcome.encoded_by_consumer),
             _bytes(outcome.moved_bytes),
             "-" if outcome.fetch_ms is None else f"{outcome.fetch_ms:.2f} ms",
-            outcome.answers[0].text.strip(),
-            style=style,
-        )
+        ]
+        if self._with_answers:
+            cells.append(_shortened(outcome.answers[0].text.strip()))
+        self.table.add_row(*cells, style="red" if outcome.problems else "")
 
 
 def first_token_table(times: dict[str, dict[str, float]]) -> Table:
@@ -91,3 +95,7 @@ def _bytes(count: int) -> str:
     if count >= 1 << 20:
         return f"{count / (1 << 20):.2f} MiB"
     return f"{count / (1 << 10):.0f} KiB" if count else "0"
+
+
+def _shortened(text: str, limit: int = 36) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
