@@ -129,25 +129,27 @@ class AllowList:
         name = "" if literal is not None else _name(host)
         if literal is None and not name:
             raise PeerRefusedError(f"peer {shown} is refused: not an address or a host name")
-        addresses = [] if literal is None else [literal]
-        for text in resolved:
+        texts = [*resolved] if literal is None else [host, *resolved]
+        if not texts:
+            raise PeerRefusedError(f"peer {shown} is refused: it resolves to no address")
+
+        rules = [rule for rule in self._rules if rule.port in (None, port)]
+        name_allowed = bool(name) and any(rule.allows_name(name) for rule in rules)
+        for text in texts:
             address = _address(text)
             if address is None:
                 raise PeerRefusedError(
                     f"peer {shown} is refused: it resolves to {_short(text)}, not an address"
                 )
-            addresses.append(address)
-        if not addresses:
-            raise PeerRefusedError(f"peer {shown} is refused: it resolves to no address")
-
-        rules = [rule for rule in self._rules if rule.port in (None, port)]
-        name_allowed = bool(name) and any(rule.allows_name(name) for rule in rules)
-        for address in addresses:
             kind = _never_dialled(address)
             if kind:
                 raise PeerRefusedError(
                     f"peer {shown} is refused: {address} is {kind} address, which is never dialled"
                 )
+            if "%" in text:
+                # Only link-local addresses need a zone. What follows the % is any text,
+                # and the caller would hand all of it to a resolver.
+                raise PeerRefusedError(f"peer {shown} is refused: its address names a zone")
             if not (name_allowed or any(rule.allows_address(address) for rule in rules)):
                 raise PeerRefusedError(
                     f"peer {shown} ({address}) is not in allow_peers ({self._summary()}); "

@@ -170,6 +170,14 @@ def test_hosts_that_are_neither_address_nor_name(host: str) -> None:
         ANY.check(host, 14579, ["10.0.0.1"])
 
 
+@pytest.mark.parametrize("address", ["::1%lo", "fd00::1%eth0", "::1%]:22;", "::ffff:10.0.0.1%x"])
+def test_addresses_with_a_zone_are_refused(address: str) -> None:
+    """What follows the % is any text, and would be handed to the system's resolver."""
+    for host, resolved in ((address, ()), ("encoder-0", (address,))):
+        with pytest.raises(PeerRefusedError, match="zone"):
+            ANY.check(host, 14579, resolved)
+
+
 def test_names_must_resolve_to_addresses() -> None:
     """Without an address there is nothing to check, so nothing is allowed."""
     with pytest.raises(PeerRefusedError, match="resolves to no address"):
