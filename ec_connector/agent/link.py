@@ -8,9 +8,11 @@ the engine's own thread, and none of those waits unless told how long.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from dataclasses import dataclass
@@ -62,9 +64,11 @@ class EngineLink:
         self._options = AgentOptions(settings=settings, identity=identity, owner_pid=os.getpid())
         self._role = role
         self._client: AgentClient | None = None
-        self._arrivals: queue.SimpleQueue[AgentProcess | LinkDown] = queue.SimpleQueue()
+        self._arrivals: queue.SimpleQueue[_Successor | LinkDown] = queue.SimpleQueue()
         self._process: AgentProcess | None = None
         self._closing = threading.Event()
+        self._handover = threading.Lock()  # over _process, against the setting of _closing
+        self._lifeline = -1
         self._keeper: threading.Thread | None = None
         self.welcome: Welcome | None = None
 
@@ -91,10 +95,13 @@ class EngineLink:
             AgentLostError: it came up and does not answer, or is of another version.
         """
         if self._options.settings.agent:
-            return self._join(self._options.settings.agent)
+            welcome = self._take(self._meet(self._options.settings.agent))
+            with contextlib.suppress(OSError):
+                self._lifeline = os.pidfd_open(welcome.agent_pid)
+            return welcome
         self._process = AgentProcess(self._options)
         try:
-            welcome = self._join(self._process.endpoint)
+            welcome = self._take(self._meet(self._process.endpoint))
         except AgentError:
             self._process.stop(0)
             raise
@@ -109,7 +116,7 @@ class EngineLink:
         return self._collect(0.0)
 
     def wait(self, timeout: float) -> list[LinkEvent]:
-        """Like :meth:`poll`, but waits up to ``timeout`` seconds for a message."""
+        """Like :meth:`poll`, but waits up to ``timeout`` seconds for something to happen."""
         return self._collect(timeout)
 
     def send(self, message: ToAgent) -> bool:
@@ -118,16 +125,18 @@ class EngineLink:
 
     def close(self) -> None:
         """End the agent, if this link started it. Idempotent."""
-        self._closing.set()
+        with self._handover:
+            # From here on the keeper hands nothing over, and ends what it is just starting.
+            self._closing.set()
         self._part()
-        process = self._process
-        if process is not None:
-            process.stop()
+        if self._process is not None:
+            self._process.stop()
         if self._keeper is not None:
             self._keeper.join(HELLO_SECONDS)
-        # The keeper may have been starting another one meanwhile.
-        if self._process is not None and self._process is not process:
-            self._process.stop()
+        while not self._arrivals.empty():
+            arrival = self._arrivals.get()
+            if isinstance(arrival, _Successor):
+                arrival.client.close()
 
     # ── the engine's thread ──────────────────────────────────────────────────
 
@@ -135,33 +144,34 @@ class EngineLink:
         events: list[LinkEvent] = []
         if self._client is not None:
             events += self._client.receive(timeout)
-        while not self._arrivals.empty():
-            arrival = self._arrivals.get()
-            if isinstance(arrival, LinkDown):
+            if self._lifeline >= 0 and _ended(self._lifeline):
+                pid = self.agent_pid
                 self._part()
-                events.append(arrival)
-                continue
-            try:
-                events.append(LinkUp(self._join(arrival.endpoint)))
-            except AgentLostError as error:
-                # It died between its start and now; the keeper knows and says so next.
-                logger.warning("the new agent does not answer: %s", error)
+                reason = f"the agent (pid {pid}) ended; it was not started here"
+                logger.error("%s, so no other is", reason)
+                events.append(LinkDown(reason))
+        elif timeout > 0:
+            with contextlib.suppress(queue.Empty):
+                events.append(self._follow(self._arrivals.get(timeout=timeout)))
+        while not self._arrivals.empty():
+            events.append(self._follow(self._arrivals.get()))
         return events
 
-    def _join(self, endpoint: str) -> Welcome:
-        client = AgentClient(endpoint, self._role, self._options.identity)
-        try:
-            self.welcome = client.hello(HELLO_SECONDS)
-        except AgentLostError:
-            client.close()
-            raise
-        self._client = client
-        return self.welcome
+    def _follow(self, arrival: _Successor | LinkDown) -> LinkDown | LinkUp:
+        self._part()
+        return arrival if isinstance(arrival, LinkDown) else LinkUp(self._take(arrival))
+
+    def _take(self, successor: _Successor) -> Welcome:
+        self._client, self.welcome = successor.client, successor.welcome
+        return successor.welcome
 
     def _part(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
 
     # ── the keeper's thread ──────────────────────────────────────────────────
 
@@ -184,16 +194,46 @@ class EngineLink:
             process, started = successor, time.monotonic()
             backoff = min(backoff * 2, MAX_BACKOFF)
             logger.warning("another agent serves (pid %d)", process.pid)
-            self._arrivals.put(process)
 
     def _start_again(self, backoff: float) -> AgentProcess | None:
-        """Try until an agent serves; None when the link closes first."""
+        """Try until an agent serves and answers; None when the link closes first."""
         while not self._closing.wait(backoff):
+            process: AgentProcess | None = None
             try:
-                self._process = AgentProcess(self._options)
+                process = AgentProcess(self._options)
+                # Here, not in the engine's thread: that one must not wait for an answer.
+                successor = self._meet(process.endpoint)
             except (AgentError, OSError) as error:
+                if process is not None:
+                    process.stop(0)
                 backoff = min(backoff * 2, MAX_BACKOFF)
                 logger.error("no agent, next try in %.1f s: %s", backoff, error)
-            else:
-                return self._process
+                continue
+            with self._handover:
+                if not self._closing.is_set():
+                    self._process = process
+                    self._arrivals.put(successor)
+                    return process
+            successor.client.close()
+            process.stop()
         return None
+
+    def _meet(self, endpoint: str) -> _Successor:
+        client = AgentClient(endpoint, self._role, self._options.identity)
+        try:
+            return _Successor(client, client.hello(HELLO_SECONDS))
+        except AgentLostError:
+            client.close()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Successor:
+    client: AgentClient
+    welcome: Welcome
+
+
+def _ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
