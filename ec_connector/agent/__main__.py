@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -27,6 +28,9 @@ def run(options: AgentOptions, announce: Callable[[dict[str, object]], None]) ->
         format=f"%(levelname)s %(asctime)s [ec-agent {os.getpid()}] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )
+    # Each peer takes some four descriptors, and a soft limit of 1024 is common.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         agent = Agent(options)
     except ECConnectorError as error:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import select
+import site
 import subprocess
 import sys
 import time
@@ -34,7 +35,8 @@ class AgentProcess:
     def __init__(self, options: AgentOptions) -> None:
         timeout = START_SECONDS + START_SECONDS_PER_GIB * options.settings.pool_size / 2**30
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ec_connector.agent"],
+            # -P: a file in the current directory must not stand in for a module.
+            [sys.executable, "-P", "-m", "ec_connector.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
@@ -95,10 +97,12 @@ class AgentProcess:
 
     def _first_line(self, timeout: float) -> bytes:
         fd = self._stdout
+        poll = select.poll()  # select() fails where the engine has over 1024 descriptors
+        poll.register(fd, select.POLLIN)
         until = time.monotonic() + timeout
         line = b""
         while not line.endswith(b"\n") and len(line) < _LINE_LIMIT:
-            ready, _, _ = select.select([fd], [], [], max(0.0, until - time.monotonic()))
+            ready = poll.poll(max(0.0, until - time.monotonic()) * 1000)
             chunk = os.read(fd, 4096) if ready else b""
             if not chunk:
                 break
@@ -110,7 +114,9 @@ def _environment() -> dict[str, str]:
     """This process's environment, with this package importable however it was found here."""
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    if package_parent not in paths:
-        # Last, so that nothing beside the package hides another package.
+    # Where it is installed it is found anyway; named here, what lies beside it would come
+    # before the standard library.
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    if package_parent not in (*paths, *installed):
         paths.append(package_parent)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
