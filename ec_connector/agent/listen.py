@@ -15,6 +15,9 @@ from ec_connector.errors import AgentStartError
 from ec_connector.protocol.messages import MAX_BODY_BYTES
 
 DEFAULT_HOST = "127.0.0.1"
+HEARTBEAT_MS = 2000
+HEARTBEAT_TIMEOUT_MS = 5000
+"""A peer silent for so long is gone, whatever its connection says."""
 
 
 def bind_peers(
@@ -32,6 +35,9 @@ def bind_peers(
         (zmq.ROUTER_MANDATORY, 1),
         (zmq.ROUTER_HANDOVER, 0),
         (zmq.IPV6, 1),
+        # A consumer that hangs without hanging up keeps bytes in the queue, and those their pin.
+        (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
     ):
         router.setsockopt(option, value)

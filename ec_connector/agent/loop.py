@@ -25,9 +25,10 @@ from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
 from ec_connector.errors import WireError
-from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.pool.blocks import BlockPool, Entry, EntryState
 from ec_connector.pool.region import Region
 from ec_connector.protocol.addresses import AllowList
+from ec_connector.protocol.consumer import OWNER as FETCH_OWNER
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
     Address,
@@ -86,6 +87,9 @@ class Agent:
         settings = options.settings
         self.agent_id = secrets.token_hex(8)
         self._context = zmq.Context()
+        # A peer takes three: the connection, and both ends of what watches it.
+        limit = self._context.get(zmq.SOCKET_LIMIT)
+        self._context.max_sockets = min(64 + 3 * settings.max_peers, limit)
         self._poller = zmq.Poller()
         self._lifelines = Lifelines(
             lambda fd: self._poller.register(fd, zmq.POLLIN), self._poller.unregister
@@ -109,6 +113,7 @@ class Agent:
             planes=planes,
             lease=settings.lease,
             max_parked=settings.max_parked,
+            own_session=self.agent_id,
         )
         self.consumer = ConsumerMachine(
             self.pool,
@@ -130,6 +135,7 @@ class Agent:
         )
         self.same_host = SameHostPlane(self.region)
         self._clients: dict[bytes, Hello] = {}
+        self._fetched: set[str] = set()
         self._stopping = False
         self._dropped_frames = 0
         for sock in (self.router, self.local):
@@ -179,10 +185,12 @@ class Agent:
             now = time.monotonic()
             self._do(self.consumer.copied(copied.xfer_id, copied.fault, now), now)
         now = time.monotonic()
+        self._pass_on(now)
         self._do(self.producer.tick(now), now)
         self._do(self.consumer.tick(now), now)
-        self._do(self.consumer.room(now), now)
         self.transmitter.sweep(now)
+        # Last, when all that this turn frees is free: nothing else may happen for long.
+        self._do(self.consumer.room(now), now)
 
     def close(self) -> None:
         """Close every socket and give the memory back."""
@@ -247,6 +255,7 @@ class Agent:
         elif isinstance(message, DropAll):
             dropped = self.pool.drop_all()
             logger.warning("the model's weights changed: %d items dropped", dropped)
+            self._do(self.producer.drop_all(), now)
             self._do(self.consumer.drop_all(), now)
         elif isinstance(message, AskStats):
             self._tell(client, Stats(self.stats(), message.seq))
@@ -279,10 +288,13 @@ class Agent:
         if pid == self._owner:
             logger.info("owner process %d ended", pid)
             self._orphan = True
-        for client in [c for c, hello in self._clients.items() if hello.pid == pid]:
+        gone = [client for client, hello in self._clients.items() if hello.pid == pid]
+        for client in gone:
             del self._clients[client]
             self._do(self.consumer.client_gone(client, now), now)
             self._lost(self.desk.owner_gone(client), now)
+        if gone and all(hello.role == "client" for hello in self._clients.values()):
+            self._lost(self.desk.owner_gone(_ENGINE), now)
 
     def _lost(self, lost: Iterable[Lost], now: float) -> None:
         for item in lost:
@@ -365,12 +377,26 @@ class Agent:
 
     # ── the pool ─────────────────────────────────────────────────────────────
 
+    def _pass_on(self, now: float) -> None:
+        """Tell the producer's half what became of items that the consumer's half fetched."""
+        while self._fetched:
+            key = self._fetched.pop()
+            entry = self.pool.get(key)
+            if entry is None:
+                self._do(self.producer.lost(key, ""), now)
+            elif entry.state is EntryState.READY:
+                self._do(self.producer.saved(key, now), now)
+
     def _on_ready(self, entry: Entry) -> None:
         self.region.set_generation(entry.extents[0][0], entry.generation)
+        if entry.owner == FETCH_OWNER:
+            self._fetched.add(entry.key)
 
     def _on_free(self, entry: Entry) -> None:
         # Before the blocks can be written again, so that a reader that looks afterwards sees it.
         self.region.set_generation(entry.extents[0][0], 0)
+        if entry.owner == FETCH_OWNER and entry.state is EntryState.SAVING:
+            self._fetched.add(entry.key)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and gauges of this moment, by name."""

@@ -19,16 +19,13 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from ec_connector.agent.listen import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from ec_connector.errors import PeerRefusedError
 from ec_connector.protocol.addresses import AllowList
 from ec_connector.protocol.effects import Address
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
-HEARTBEAT_MS = 2000
-HEARTBEAT_TIMEOUT_MS = 5000
-MAX_UNSENT = 4096
-"""Messages kept for a name that is still being resolved."""
 
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -138,7 +135,7 @@ class PeerSockets:
         connection = self._connections.get(address)
         if connection is None:
             unsent = self._unsent.get(address)
-            if unsent is None or len(unsent) >= MAX_UNSENT:
+            if unsent is None:
                 return False
             unsent.append(body)
             return True
@@ -194,7 +191,12 @@ class PeerSockets:
         except PeerRefusedError as error:
             self._changes.append(Refused(address, str(error)))
             return
-        ip = found[0]
+        try:
+            self._connect(address, found[0])
+        except zmq.ZMQError as error:
+            self._changes.append(Refused(address, f"{address} cannot be dialled: {error}"))
+
+    def _connect(self, address: Address, ip: str) -> None:
         dealer = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -208,7 +210,11 @@ class PeerSockets:
             (zmq.MAXMSGSIZE, self._max_frame_bytes),
         ):
             dealer.setsockopt(option, value)
-        monitor = dealer.get_monitor_socket(_WATCHED)
+        try:
+            monitor = dealer.get_monitor_socket(_WATCHED)
+        except zmq.ZMQError:
+            dealer.close(linger=0)
+            raise
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         self._connections[address] = _Connection(dealer, monitor)

@@ -59,6 +59,8 @@ class SameHostPlane:
         target = effect.target
         try:
             region = self._region(effect)
+            if not effect.extents:
+                raise RegionError("it names no extents")
             if sum(count for _, count in effect.extents) * region.block_bytes < target.nbytes:
                 raise RegionError("its extents are smaller than the item")
             source = region.views(effect.extents, target.nbytes)
@@ -93,6 +95,9 @@ class SameHostPlane:
     def forget(self, address: Address) -> None:
         """The peer is gone: unmap its memory."""
         self._said.discard(address)
+        self._unmap(address)
+
+    def _unmap(self, address: Address) -> None:
         for job in [j for j in self._jobs if j.effect.address == address]:
             self._jobs.remove(job)
             self._failed.append(Copied(job.effect.xfer_id, "the peer is gone"))
@@ -110,7 +115,7 @@ class SameHostPlane:
         held = self._regions.get(effect.address)
         if held is not None and held.ref == effect.region:
             return held
-        self.forget(effect.address)
+        self._unmap(effect.address)
         region = Region.open(effect.region, writable=False)
         self._regions[effect.address] = region
         return region

@@ -25,7 +25,7 @@ from ec_connector.protocol.local import (
     Saved,
     SaveFailed,
 )
-from ec_connector.protocol.messages import MAX_HASH_CHARS
+from ec_connector.protocol.messages import MAX_HASH_CHARS, MAX_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class SaveDesk:
         shape = tuple(item.shape)
         if len(item.key) > MAX_HASH_CHARS:
             return ReservedItem(item.key, refused=f"a key of over {MAX_HASH_CHARS} characters")
+        # What no message to a consumer could say must not be promised either.
+        if item.nbytes < 0 or len(shape) > MAX_RANK or min(shape, default=0) < 0:
+            text = f"{item.nbytes} bytes of shape {item.shape[: MAX_RANK + 1]} are no item"
+            return ReservedItem(item.key, refused=text)
         entry = self._pool.get(item.key)
         if entry is not None:
             same = (entry.nbytes, entry.dtype, entry.shape) == (item.nbytes, item.dtype, shape)
