@@ -12,12 +12,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
-from ec_connector._compat import require_hooks
+from ec_connector.engine._compat import require_hooks
+from ec_connector.engine.metrics import PoolPromMetrics, PoolStats
+from ec_connector.engine.scheduler import SchedulerSide
+from ec_connector.engine.step import StepMetadata, WorkerReport
+from ec_connector.engine.worker import WorkerSide
 from ec_connector.errors import InternalError
-from ec_connector.metrics import PoolPromMetrics, PoolStats
-from ec_connector.scheduler import SchedulerSide
-from ec_connector.step import StepMetadata, WorkerReport
-from ec_connector.worker import WorkerSide
 
 # Both stay plain data that knows nothing of vLLM; vLLM only asks what they are.
 ECConnectorMetadata.register(StepMetadata)

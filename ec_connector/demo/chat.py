@@ -23,7 +23,10 @@ MIME_TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 
 @dataclass
 class Answer:
-    """One streamed answer. ``first_token`` and ``whole`` are seconds from sending the request."""
+    """One answer. ``first_token`` and ``whole`` are seconds from sending the request.
+
+    ``announced``: the ``ec_transfer_params`` of an answer that was not streamed.
+    """
 
     status: int
     token_ids: list[int] = field(default_factory=list)
@@ -31,6 +34,7 @@ class Answer:
     first_token: float = 0.0
     whole: float = 0.0
     error: str = ""
+    announced: Body = field(default_factory=dict)
 
 
 def chat_body(pictures: Sequence[Path], text: str, *, max_tokens: int = MAX_TOKENS) -> Body:
@@ -118,3 +122,4 @@ def _read_whole(message: Body, answer: Answer) -> None:
     choice = message["choices"][0]
     answer.token_ids = choice.get("token_ids") or []
     answer.text = choice["message"].get("content") or ""
+    answer.announced = message.get("ec_transfer_params") or {}

@@ -18,15 +18,15 @@ base = pytest.importorskip(
     "vllm.distributed.ec_transfer.ec_connector.base", reason="compares with the installed vLLM"
 )
 
-from ec_connector._compat import (  # noqa: E402 - needs vLLM
+from ec_connector.connector import ECPoolConnector  # noqa: E402
+from ec_connector.engine._compat import (  # noqa: E402 - needs vLLM
     NEEDED_HOOKS,
     ItemFields,
     engine_facts,
     require_hooks,
 )
-from ec_connector.connector import ECPoolConnector  # noqa: E402
+from ec_connector.engine.step import StepMetadata, WorkerReport  # noqa: E402
 from ec_connector.errors import ConfigError  # noqa: E402
-from ec_connector.step import StepMetadata, WorkerReport  # noqa: E402
 
 LEFT_TO_VLLM = {
     "role": "set by the base class",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ec_connector.announced import BadAnnouncement, read_source
-from ec_connector.keys import why_not_shared
-from ec_connector.widths import Widths
+from ec_connector.engine.announced import BadAnnouncement, read_source
+from ec_connector.engine.keys import why_not_shared
+from ec_connector.engine.widths import Widths
 
 GOOD: dict[str, Any] = {
     "item_indices": [0],

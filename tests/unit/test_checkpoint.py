@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ec_connector.checkpoint import weights_digest
+from ec_connector.engine.checkpoint import weights_digest
 
 
 def write(folder: Path, seed: int, name: str = "model.safetensors", tensors: int = 3) -> None:

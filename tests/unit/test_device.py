@@ -18,7 +18,7 @@ from ec_connector.pool.region import Region
 
 torch = pytest.importorskip("torch", reason="rows are torch tensors")
 
-from ec_connector.device import HostDevice, StreamDevice, device_for  # noqa: E402 - needs torch
+from ec_connector.engine.device import HostDevice, StreamDevice, device_for  # noqa: E402 - needs torch
 
 
 class FakeCuda:

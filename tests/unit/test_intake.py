@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ec_connector.claims import Source, Want
-from ec_connector.intake import ANSWER_GRACE, Intake
+from ec_connector.engine.claims import Source, Want
+from ec_connector.engine.intake import ANSWER_GRACE, Intake
 from ec_connector.protocol.local import Failed, Ready
 
 ROWS, WIDTH = 4, 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ec_connector.tally import COUNTS, GAUGES, REASONED, TIMES, Tally, merge
+from ec_connector.engine.tally import COUNTS, GAUGES, REASONED, TIMES, Tally, merge
 
 
 def filled() -> Tally:
@@ -72,7 +72,7 @@ def test_names_say_what_they_count() -> None:
 
 @pytest.fixture
 def metrics() -> Any:
-    return pytest.importorskip("ec_connector.metrics", reason="needs vLLM's metric classes")
+    return pytest.importorskip("ec_connector.engine.metrics", reason="needs vLLM's metric classes")
 
 
 def test_the_log_line_names_reasons_and_median(metrics: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ec_connector.offers import Offers
+from ec_connector.engine.offers import Offers
 from ec_connector.protocol.local import ReservedItem
 
 TOKEN = "r1"

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from ec_connector._compat import EngineFacts
 from ec_connector.agent.link import LinkDown, LinkEvent, LinkUp
 from ec_connector.config import Settings
+from ec_connector.engine._compat import EngineFacts
+from ec_connector.engine.scheduler import RESERVE_PATIENCE, SchedulerSide
+from ec_connector.engine.step import StepMetadata, WorkerReport
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     Failed,
@@ -29,8 +31,6 @@ from ec_connector.protocol.local import (
     Welcome,
 )
 from ec_connector.protocol.messages import RegionRef
-from ec_connector.scheduler import RESERVE_PATIENCE, SchedulerSide
-from ec_connector.step import StepMetadata, WorkerReport
 
 ROWS, WIDTH = 4, 8
 NBYTES = ROWS * WIDTH * 2

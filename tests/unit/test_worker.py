@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from ec_connector.engine.step import Placement, StepMetadata
 from ec_connector.pool.region import Region
 from ec_connector.protocol.local import DropAll, Saved, SaveFailed, StepDone, ToAgent
-from ec_connector.step import Placement, StepMetadata
 
 torch = pytest.importorskip("torch", reason="the worker half moves torch tensors")
 
-from ec_connector._compat import RankFacts  # noqa: E402 - needs torch
-from ec_connector.device import HostDevice  # noqa: E402
-from ec_connector.worker import WorkerSide  # noqa: E402
+from ec_connector.engine._compat import RankFacts  # noqa: E402 - needs torch
+from ec_connector.engine.device import HostDevice  # noqa: E402
+from ec_connector.engine.worker import WorkerSide  # noqa: E402
 
 ROWS, WIDTH = 4, 64
 NBYTES = ROWS * WIDTH * 2

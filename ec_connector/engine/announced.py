@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ec_connector.claims import Source
 from ec_connector.dtypes import DTypeError, nbytes_of
+from ec_connector.engine.claims import Source
 from ec_connector.protocol.messages import MAX_RANK
 
 

@@ -17,14 +17,14 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ec_connector._compat import RankFacts, rank_facts, waiting_allowed, worker_device
 from ec_connector.client import AgentClient
-from ec_connector.device import Device, device_for
+from ec_connector.engine._compat import RankFacts, rank_facts, waiting_allowed, worker_device
+from ec_connector.engine.device import Device, device_for
+from ec_connector.engine.step import Placement, StepMetadata, WorkerReport
 from ec_connector.errors import RegionError
 from ec_connector.pool.region import Region
 from ec_connector.protocol.local import DropAll, Refused, Saved, SaveFailed, StepDone, ToAgent
 from ec_connector.protocol.messages import RegionRef
-from ec_connector.step import Placement, StepMetadata, WorkerReport
 
 logger = logging.getLogger("vllm.ec_connector.worker")
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ec_connector.dtypes import lookup
-from ec_connector.keys import why_not_shared
+from ec_connector.engine.keys import why_not_shared
+from ec_connector.engine.step import Placement
 from ec_connector.protocol.local import ReservedItem, ReserveItem
-from ec_connector.step import Placement
 
 _REMEMBERED: Final = 65536
 

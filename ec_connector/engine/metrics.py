@@ -6,20 +6,20 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, Final
 
-from vllm.distributed.ec_transfer.ec_connector.metrics import (
+from vllm.distributed.ec_transfer.ec_connector.engine.metrics import (
     ECConnectorPromMetrics,
     ECConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from ec_connector.tally import COUNTS, GAUGES, REASONED, TIMES, merge
+from ec_connector.engine.tally import COUNTS, GAUGES, REASONED, TIMES, merge
 
 PREFIX: Final = "vllm:ec_pool_"
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class PoolStats(ECConnectorStats):
-    """What :meth:`ec_connector.tally.Tally.take` returned, as vLLM passes it on."""
+    """What :meth:`ec_connector.engine.tally.Tally.take` returned, as vLLM passes it on."""
 
     data: dict[str, Any]
 

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from ec_connector.claims import Claim, Item, Outcome, Want, fault_of
+from ec_connector.engine.claims import Claim, Item, Outcome, Want, fault_of
+from ec_connector.engine.step import Placement
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.local import Failed, FetchItem, Ready
-from ec_connector.step import Placement
 
 ANSWER_GRACE: Final = 0.5
 """Seconds after an item's deadline in which the agent may still say that it is late."""

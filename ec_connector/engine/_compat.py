@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ec_connector.checkpoint import weights_digest
 from ec_connector.config import Settings
 from ec_connector.dtypes import lookup
+from ec_connector.engine.checkpoint import weights_digest
 from ec_connector.errors import ConfigError
 from ec_connector.protocol.fingerprint import (
     Identity,

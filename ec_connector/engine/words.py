@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ec_connector.claims import Outcome
-from ec_connector.notices import Notices
-from ec_connector.offers import StepSaves
-from ec_connector.tally import Tally
+from ec_connector.engine.claims import Outcome
+from ec_connector.engine.notices import Notices
+from ec_connector.engine.offers import StepSaves
+from ec_connector.engine.tally import Tally
 
 
 class Words:

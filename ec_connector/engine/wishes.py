@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ec_connector.announced import BadAnnouncement, read_source
-from ec_connector.claims import Want
-from ec_connector.keys import why_not_shared
+from ec_connector.engine.announced import BadAnnouncement, read_source
+from ec_connector.engine.claims import Want
+from ec_connector.engine.keys import why_not_shared
 
 
 def wish(

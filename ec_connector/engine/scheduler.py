@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector in the scheduler's process: decides per step what is saved, loaded and awaited.
 
-Decisions are made by :class:`ec_connector.intake.Intake` (items this engine
-wants) and :class:`ec_connector.offers.Offers` (items it has). Here they meet
+Decisions are made by :class:`ec_connector.engine.intake.Intake` (items this engine
+wants) and :class:`ec_connector.engine.offers.Offers` (items it has). Here they meet
 vLLM's requests on one side and the agent on the other. Nothing waits, but for
 two short and bounded moments: the agent's word on where to save, in a step that
 encodes, and its next message, in a step that does nothing else.
@@ -15,11 +15,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from ec_connector._compat import EngineFacts, ItemFields, engine_facts
 from ec_connector.agent.link import EngineLink, LinkDown, LinkEvent, LinkUp
-from ec_connector.claims import Claim, Want
-from ec_connector.intake import Intake
-from ec_connector.offers import Offers, StepSaves
+from ec_connector.engine._compat import EngineFacts, ItemFields, engine_facts
+from ec_connector.engine.claims import Claim, Want
+from ec_connector.engine.intake import Intake
+from ec_connector.engine.offers import Offers, StepSaves
+from ec_connector.engine.regions import Regions
+from ec_connector.engine.step import StepMetadata, WorkerReport
+from ec_connector.engine.tally import Tally
+from ec_connector.engine.widths import Widths
+from ec_connector.engine.wishes import wish
+from ec_connector.engine.words import Words
 from ec_connector.protocol.local import (
     AskStats,
     DropAll,
@@ -35,12 +41,6 @@ from ec_connector.protocol.local import (
     ToAgent,
     Welcome,
 )
-from ec_connector.regions import Regions
-from ec_connector.step import StepMetadata, WorkerReport
-from ec_connector.tally import Tally
-from ec_connector.widths import Widths
-from ec_connector.wishes import wish
-from ec_connector.words import Words
 
 logger = logging.getLogger("vllm.ec_connector.scheduler")
 
@@ -70,7 +70,7 @@ class Link(Protocol):
 
 
 class Fields(Protocol):
-    """What is used of :class:`ec_connector._compat.ItemFields`."""
+    """What is used of :class:`ec_connector.engine._compat.ItemFields`."""
 
     def has_media(self, feature: Any) -> bool: ...
     def announcements(self, features: Any) -> dict[str, dict[str, Any]]: ...
@@ -238,7 +238,7 @@ class SchedulerSide:
         return entries or None
 
     def stats(self) -> dict[str, Any] | None:
-        """What was counted since the last call, as :meth:`ec_connector.tally.Tally.take`."""
+        """What was counted since the last call, as :meth:`ec_connector.engine.tally.Tally.take`."""
         return self._tally.take()
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What :class:`ec_connector.intake.Intake` keeps: wishes, who has them, and how they ended."""
+"""What :class:`~ec_connector.engine.intake.Intake` keeps: wishes, their holders, their ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass, field
 
 from ec_connector.dtypes import lookup
+from ec_connector.engine.step import Placement
 from ec_connector.protocol.local import Ready
-from ec_connector.step import Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines for the end-to-end tests, started when first needed and shared by all tests.
+
+At most three run at a time; the one that was used longest ago makes room. Tests
+that belong to the same engines therefore stand together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+START_SECONDS = 240
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here starts engines, and may wait for them."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+
+
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from ec_connector.demo.chat import Answer, Body, ask
+    from ec_connector.demo.crew import CONSUMER, PRODUCER
+    from ec_connector.demo.models import make_llava, make_qwen2_vl
+    from ec_connector.demo.questions import Album
+    from ec_connector.demo.readings import COUNTING_ENV, COUNTING_OPTIONS
+    from ec_connector.demo.servers import Server, Servers, free_ports, vllm_command, vllm_env
+    from ec_connector.proxy.rewrite import decode_body, encode_body
+
+V2_ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "PYTHONPATH": str(HERE / "v2_site"),
+}
+TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """How to start an engine. ``model`` is a key of :attr:`Fleet.models`."""
+
+    ec: Mapping[str, Any] | None = None
+    model: str = "qwen"
+    options: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def roles() -> dict[str, Role]:
+    """Every engine that a test may ask for, by name."""
+    # So few tokens a step that the prompt of one photo is prefilled in chunks.
+    chunked = ("--max-num-batched-tokens", "256")
+    pixels = ("--mm-processor-kwargs", json.dumps({"max_pixels": 200 * 28 * 28}))
+    return {
+        "alone": Role(),
+        "producer": Role(PRODUCER),
+        "consumer": Role(CONSUMER, options=chunked),
+        "both-v2": Role({**PRODUCER, "ec_role": "ec_both"}, env=V2_ENV),
+        "consumer-v2": Role(CONSUMER, env=V2_ENV),
+        "consumer-tp2": Role(
+            CONSUMER,
+            options=("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"),
+            env=TP2_ENV,
+        ),
+        "producer-dtype": Role(PRODUCER, options=("--dtype", "float32")),
+        "producer-model": Role(PRODUCER, model="other"),
+        "producer-options": Role(PRODUCER, options=pixels),
+        "producer-weights": Role(PRODUCER),
+    }
+
+
+class Fleet:
+    """The engines that run now."""
+
+    MOST = 3
+
+    def __init__(self, servers: Servers, models: Mapping[str, Path]) -> None:
+        self.servers = servers
+        self.models = models
+        self._roles = roles()
+        self._running: dict[str, Server] = {}  # the least recently used first
+
+    def need(self, *names: str) -> list[Server]:
+        """These engines, running and healthy; those that are not are started together."""
+        for name in [name for name, one in self._running.items() if one.process.poll() is not None]:
+            self.stop(name)
+        for name in names:
+            if name in self._running:
+                self._running[name] = self._running.pop(name)
+        missing = [name for name in names if name not in self._running]
+        others = [name for name in self._running if name not in names]
+        for name in others[: max(0, len(self._running) + len(missing) - self.MOST)]:
+            self.stop(name)
+        for name in missing:
+            self._running[name] = self._start(name)
+        self.servers.wait_healthy([self._running[name] for name in names], timeout=START_SECONDS)
+        return [self._running[name] for name in names]
+
+    def stop(self, name: str) -> None:
+        """End an engine if it runs."""
+        if name in self._running:
+            self.servers.stop([self._running.pop(name)])
+
+    def logs(self) -> list[str]:
+        """The ends of the logs of all that run."""
+        return [server.tail() for server in self._running.values()]
+
+    def _start(self, name: str) -> Server:
+        role, port = self._roles[name], free_ports(1)[0]
+        command = vllm_command(
+            self.models[role.model], port, *COUNTING_OPTIONS, *role.options, ec=role.ec
+        )
+        # As many cores apart as there are: a producer and its consumer never share one.
+        env = {**vllm_env(len(self._running)), **COUNTING_ENV, **role.env}
+        return self.servers.start(name, command, port=port, env=env)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The engines, and in the end a look at what they left behind."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {
+        "qwen": make_qwen2_vl(folder / "tiny-qwen2-vl"),
+        "other": make_qwen2_vl(folder / "other-qwen2-vl", seed=1),
+        "llava": make_llava(folder / "tiny-llava"),
+    }
+    with Servers() as servers:
+        yield Fleet(servers, models)
+    assert servers.leftovers == []
+
+
+@pytest.fixture(scope="session")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Album:
+    """Draws a new picture file whenever asked."""
+    return Album(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="session")
+def reference(fleet: Fleet) -> Callable[[Body], Answer]:
+    """What an ordinary vLLM answers to a body; asked once for each."""
+    known: dict[str, Answer] = {}
+
+    def answer(body: Body) -> Answer:
+        key = json.dumps(body)
+        if key not in known:
+            (alone,) = fleet.need("alone")
+            known[key] = ask(alone.url, body)
+            assert known[key].status == 200, known[key].error
+        return known[key]
+
+    return answer
+
+
+@pytest.fixture(scope="session")
+def encode() -> Callable[[Server, Body], Body]:
+    """Has a producer encode a body's media; returns what it announces."""
+
+    def announced(producer: Server, body: Body) -> Body:
+        answer = ask(producer.url, encode_body(body))
+        assert answer.status == 200, answer.error
+        return answer.announced
+
+    return announced
+
+
+@pytest.fixture(scope="session")
+def decode() -> Callable[[Server, Body, Body], Answer]:
+    """Sends a consumer a body with what a producer announced."""
+
+    def answered(consumer: Server, body: Body, announced: Body) -> Answer:
+        return ask(consumer.url, decode_body(body, announced))
+
+    return answered
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Put the ends of the engines' logs on the report of a test that failed."""
+    report = yield
+    fleet = getattr(item, "funcargs", {}).get("fleet")
+    if report.failed and fleet is not None:
+        report.sections.append(("engine logs", "\n".join(fleet.logs())))
+    return report
