@@ -31,7 +31,7 @@ from ec_connector.demo.footprint import Footprint, marked_processes
 MARK = "EC_CONNECTOR_DEMO_SERVER"
 START_SECONDS = 240.0
 STOP_SECONDS = 10.0
-ORPHAN_SECONDS = 3.0  # how long what a dead server started may take to notice
+ORPHAN_SECONDS = 6.0  # how long what a dead server started may take to notice
 LOOPBACK = "127.0.0.1"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, Final
 
-from vllm.distributed.ec_transfer.ec_connector.engine.metrics import (
+from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorPromMetrics,
     ECConnectorStats,
 )
