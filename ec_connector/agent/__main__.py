@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 
 from ec_connector.agent.loop import Agent
+from ec_connector.agent.memory import keep_buffers, settle
 from ec_connector.config import AgentOptions
 from ec_connector.errors import ECConnectorError
 
@@ -31,11 +32,13 @@ def run(options: AgentOptions, announce: Callable[[dict[str, object]], None]) ->
     # Each peer takes some four descriptors, and a soft limit of 1024 is common.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    keep_buffers()
     try:
         agent = Agent(options)
     except ECConnectorError as error:
         announce({"error": str(error)})
         return 1
+    settle()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     announce(

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
+
+from ec_connector.agent.reactor import Reactor
 
 
 class Lifelines:
-    """Processes whose end matters. Each is watched through a descriptor that a poller can wait on.
+    """Processes whose end matters; ``on_end`` is called with the pid of each that ended.
 
     A pidfd becomes readable when its process ends, ``kill -9`` included, and
     cannot be fooled by a recycled pid.
     """
 
-    def __init__(self, register: Callable[[int], None], unregister: Callable[[int], None]) -> None:
-        self._register = register
-        self._unregister = unregister
-        self._pid_of: dict[int, int] = {}
+    def __init__(self, reactor: Reactor, on_end: Callable[[int], None]) -> None:
+        self._reactor = reactor
+        self._on_end = on_end
         self._fd_of: dict[int, int] = {}
 
     def watch(self, pid: int) -> bool:
@@ -28,24 +30,20 @@ class Lifelines:
             fd = os.pidfd_open(pid)
         except OSError:
             return False
-        self._pid_of[fd], self._fd_of[pid] = pid, fd
-        self._register(fd)
+        self._fd_of[pid] = fd
+        self._reactor.add(fd, partial(self._ended, pid))
         return True
-
-    def ended(self, ready: dict[object, int]) -> list[int]:
-        """Watched processes that ended, out of what a poll returned."""
-        pids = [pid for fd, pid in self._pid_of.items() if fd in ready]
-        for pid in pids:
-            self._close(pid)
-        return pids
 
     def close(self) -> None:
         """Stop watching."""
         for pid in list(self._fd_of):
             self._close(pid)
 
+    def _ended(self, pid: int) -> None:
+        self._close(pid)
+        self._on_end(pid)
+
     def _close(self, pid: int) -> None:
         fd = self._fd_of.pop(pid)
-        del self._pid_of[fd]
-        self._unregister(fd)
+        self._reactor.remove(fd)
         os.close(fd)

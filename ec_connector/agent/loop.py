@@ -20,7 +20,8 @@ import zmq
 from ec_connector.agent.lifeline import Lifelines
 from ec_connector.agent.listen import advertised_host, bind_local, bind_peers
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
-from ec_connector.agent.receive import discard_rest, take_answer, take_request
+from ec_connector.agent.reactor import Reactor
+from ec_connector.agent.receive import discard_rest, has_message, take_answer, take_request
 from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
@@ -90,10 +91,8 @@ class Agent:
         # A peer takes three: the connection, and both ends of what watches it.
         limit = self._context.get(zmq.SOCKET_LIMIT)
         self._context.max_sockets = min(64 + 3 * settings.max_peers, limit)
-        self._poller = zmq.Poller()
-        self._lifelines = Lifelines(
-            lambda fd: self._poller.register(fd, zmq.POLLIN), self._poller.unregister
-        )
+        self._reactor = Reactor()
+        self._lifelines = Lifelines(self._reactor, self._process_ended)
         self._owner = options.owner_pid
         # First of all, so that an owner that dies during a long start is noticed at its end.
         self._orphan = bool(self._owner) and not self._lifelines.watch(self._owner)
@@ -129,17 +128,18 @@ class Agent:
         self.transmitter = Transmitter(self.router, self.region, self.pool)
         self.peers = PeerSockets(
             self._context,
-            self._poller,
+            self._reactor,
             AllowList.parse(settings.allow_peers),
             max(settings.chunk_size, 64 * 1024),
+            self._read_producer,
         )
         self.same_host = SameHostPlane(self.region)
         self._clients: dict[bytes, Hello] = {}
         self._fetched: set[str] = set()
         self._stopping = False
         self._dropped_frames = 0
-        for sock in (self.router, self.local):
-            self._poller.register(sock, zmq.POLLIN)
+        self._reactor.add(self.local, self._read_clients)
+        self._reactor.add(self.router, self._read_consumers)
 
     # ── life ─────────────────────────────────────────────────────────────────
 
@@ -151,26 +151,21 @@ class Agent:
         """Serve until told to stop."""
         wake_out, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
-        self._poller.register(wake_out, zmq.POLLIN)
+        self._reactor.add(wake_out, lambda: None)  # what it woke for is seen by the loop below
         try:
             while not (self._stopping or self._orphan):
                 self.turn(self._patience())
         finally:
             signal.set_wakeup_fd(previous)
+            self._reactor.remove(wake_out)
             os.close(wake_in)
             os.close(wake_out)
 
     def turn(self, timeout_ms: int | None) -> None:
         """Wait for something to happen, and deal with all of it."""
-        ready: dict[object, int] = dict(self._poller.poll(timeout_ms))
+        self._reactor.turn(timeout_ms)
         now = time.monotonic()
-        for pid in self._lifelines.ended(ready):
-            self._process_ended(pid, now)
-        if self.local in ready:
-            self._read_clients(now)
-        if self.router in ready:
-            self._read_consumers(now)
-        for change in self.peers.changes(ready):
+        for change in self.peers.changes():
             if isinstance(change, Up):
                 self._do(self.consumer.peer_up(change.address, now), now)
             elif isinstance(change, Down):
@@ -179,8 +174,6 @@ class Agent:
             elif isinstance(change, Refused):
                 logger.warning("peer=%s refused: %s", change.address, change.message)
                 self._do(self.consumer.peer_refused(change.address, change.message), now)
-        for address, dealer in self.peers.readable(ready):
-            self._read_producer(address, dealer)
         for copied in self.same_host.work():
             now = time.monotonic()
             self._do(self.consumer.copied(copied.xfer_id, copied.fault, now), now)
@@ -212,13 +205,13 @@ class Agent:
 
     # ── clients of this host ─────────────────────────────────────────────────
 
-    def _read_clients(self, now: float) -> None:
+    def _read_clients(self) -> None:
+        now = time.monotonic()
         for _ in range(_BUDGET):
-            try:
-                client = self.local.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            if not has_message(self.local):
                 return
-            frame = self.local.recv() if self.local.rcvmore else b""
+            client = self.local.recv()
+            frame = self.local.recv() if self.local.getsockopt(zmq.RCVMORE) else b""
             extra = discard_rest(self.local)
             try:
                 if extra:
@@ -230,7 +223,7 @@ class Agent:
 
     def _from_client(self, client: bytes, message: ToAgent, now: float) -> None:
         if isinstance(message, Hello):
-            self._welcome(client, message, now)
+            self._welcome(client, message)
             return
         if client not in self._clients:
             raise WireError(f"{type(message).__name__} before Hello")
@@ -260,7 +253,7 @@ class Agent:
         elif isinstance(message, AskStats):
             self._tell(client, Stats(self.stats(), message.seq))
 
-    def _welcome(self, client: bytes, hello: Hello, now: float) -> None:
+    def _welcome(self, client: bytes, hello: Hello) -> None:
         theirs = Identity(hello.compatibility_hash, hello.factors)
         if (difference := agree(self._identity, theirs)) is not None:
             factor, mine, other = difference
@@ -282,9 +275,10 @@ class Agent:
         )
         self._tell(client, welcome)
         if not self._lifelines.watch(hello.pid):
-            self._process_ended(hello.pid, now)
+            self._process_ended(hello.pid)
 
-    def _process_ended(self, pid: int, now: float) -> None:
+    def _process_ended(self, pid: int) -> None:
+        now = time.monotonic()
         if pid == self._owner:
             logger.info("owner process %d ended", pid)
             self._orphan = True
@@ -310,12 +304,13 @@ class Agent:
 
     # ── peers ────────────────────────────────────────────────────────────────
 
-    def _read_consumers(self, now: float) -> None:
+    def _read_consumers(self) -> None:
+        now = time.monotonic()
         for _ in range(_BUDGET):
+            if not has_message(self.router):
+                return
             try:
                 peer, message = take_request(self.router)
-            except zmq.Again:
-                return
             except WireError as error:
                 self._drop("consumer", error)
                 continue
@@ -328,14 +323,12 @@ class Agent:
 
     def _read_producer(self, address: Address, dealer: zmq.Socket[bytes]) -> None:
         for _ in range(_BUDGET):
-            if dealer.closed:
+            if dealer.closed or not has_message(dealer):
                 return
             try:
                 message, payload = take_answer(
                     dealer, self.region, lambda m: self.consumer.landing(address, m)
                 )
-            except zmq.Again:
-                return
             except WireError as error:
                 self._drop(str(address), error)
                 continue

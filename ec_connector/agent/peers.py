@@ -13,13 +13,15 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ec_connector.agent.listen import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from ec_connector.agent.reactor import Reactor
 from ec_connector.errors import PeerRefusedError
 from ec_connector.protocol.addresses import AllowList
 from ec_connector.protocol.effects import Address
@@ -74,20 +76,23 @@ class PeerSockets:
 
     Args:
         context: the agent's ZMQ context.
-        poller: sockets and the wake-up descriptor are registered here.
+        reactor: waits for the sockets.
         allowed: who may be dialled.
         max_frame_bytes: a larger frame ends the connection it came on.
+        on_readable: called where a connection has messages.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        poller: zmq.Poller,
+        reactor: Reactor,
         allowed: AllowList,
         max_frame_bytes: int,
+        on_readable: Callable[[Address, zmq.Socket[bytes]], None],
     ) -> None:
         self._context = context
-        self._poller = poller
+        self._reactor = reactor
+        self._on_readable = on_readable
         self._allowed = allowed
         self._max_frame_bytes = max_frame_bytes
         self._connections: dict[Address, _Connection] = {}
@@ -95,7 +100,7 @@ class PeerSockets:
         self._resolved: queue.SimpleQueue[tuple[Address, list[str] | str]] = queue.SimpleQueue()
         self._changes: list[Change] = []
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        poller.register(self._wake_out, zmq.POLLIN)
+        reactor.add(self._wake_out, self._read_resolved)
 
     def open(self, address: Address) -> None:
         """Start connecting; :meth:`changes` tells how it goes."""
@@ -113,8 +118,8 @@ class PeerSockets:
         self._unsent.pop(address, None)
         connection = self._connections.pop(address, None)
         if connection is not None:
-            self._poller.unregister(connection.dealer)
-            self._poller.unregister(connection.monitor)
+            self._reactor.remove(connection.dealer)
+            self._reactor.remove(connection.monitor)
             connection.dealer.disable_monitor()
             connection.monitor.close(linger=0)
             connection.dealer.close(linger=0)
@@ -123,7 +128,7 @@ class PeerSockets:
         """Forget every peer and the wake-up descriptor."""
         for address in list(self._connections):
             self.close(address)
-        self._poller.unregister(self._wake_out)
+        self._reactor.remove(self._wake_out)
         os.close(self._wake_out)
         os.close(self._wake_in)
 
@@ -145,32 +150,24 @@ class PeerSockets:
             return False
         return True
 
-    def readable(self, ready: dict[object, int]) -> Iterator[tuple[Address, zmq.Socket[bytes]]]:
-        """Connections with messages, out of what a poll returned."""
-        for address, connection in list(self._connections.items()):
-            if connection.dealer in ready:
-                yield address, connection.dealer
-
-    def changes(self, ready: dict[object, int]) -> list[Change]:
+    def changes(self) -> list[Change]:
         """What became of connections since the last call."""
-        if self._wake_out in ready:
-            os.read(self._wake_out, 4096)
-            while not self._resolved.empty():
-                address, found = self._resolved.get()
-                if address in self._unsent and address not in self._connections:
-                    if isinstance(found, str):
-                        self._changes.append(Refused(address, found))
-                    else:
-                        self._dial(address, found)
-        for address, connection in list(self._connections.items()):
-            if connection.monitor in ready:
-                self._changes += self._read_monitor(address, connection.monitor)
         changes, self._changes = self._changes, []
         return changes
 
     def pending(self) -> bool:
-        """Whether :meth:`changes` has something that no poll will report."""
+        """Whether :meth:`changes` has something already, which no turn will report."""
         return bool(self._changes)
+
+    def _read_resolved(self) -> None:
+        os.read(self._wake_out, 4096)
+        while not self._resolved.empty():
+            address, found = self._resolved.get()
+            if address in self._unsent and address not in self._connections:
+                if isinstance(found, str):
+                    self._changes.append(Refused(address, found))
+                else:
+                    self._dial(address, found)
 
     def _resolve(self, address: Address) -> None:
         found: list[str] | str
@@ -215,8 +212,8 @@ class PeerSockets:
         except zmq.ZMQError:
             dealer.close(linger=0)
             raise
-        self._poller.register(dealer, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+        self._reactor.add(dealer, partial(self._on_readable, address, dealer))
+        self._reactor.add(monitor, partial(self._read_monitor, address, monitor))
         self._connections[address] = _Connection(dealer, monitor)
         dealer.connect(
             f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}"
@@ -224,10 +221,8 @@ class PeerSockets:
         for body in self._unsent.pop(address, ()):
             self.send(address, body)
 
-    def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> list[Change]:
-        changes: list[Change] = []
+    def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> None:
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
             change = Up if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Down
-            changes.append(change(address))
-        return changes
+            self._changes.append(change(address))

@@ -24,11 +24,18 @@ from ec_connector.protocol.messages import (
     decode_to_producer,
 )
 
+_POLLIN = int(zmq.POLLIN)  # arithmetic on zmq's own flag type is slow
+
+
+def has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message can be taken now."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
 
 def discard_rest(socket: zmq.Socket[bytes]) -> int:
     """Throw away the remaining frames of a message; how many they were."""
     frames = 0
-    while socket.rcvmore:
+    while socket.getsockopt(zmq.RCVMORE):
         socket.recv(copy=False)
         frames += 1
     return frames
@@ -37,12 +44,13 @@ def discard_rest(socket: zmq.Socket[bytes]) -> int:
 def take_request(router: zmq.Socket[bytes]) -> tuple[bytes, ToProducer]:
     """One message from a consumer: its identity and what it says.
 
+    Call it only when :func:`has_message`.
+
     Raises:
-        zmq.Again: none is there.
         WireError: it is not one; the rest of it has been thrown away.
     """
-    identity = router.recv(zmq.NOBLOCK)
-    frames = [router.recv() for _ in range(2) if router.rcvmore]
+    identity = router.recv()
+    frames = [router.recv() for _ in range(2) if router.getsockopt(zmq.RCVMORE)]
     extra = discard_rest(router)
     if len(frames) != 2 or frames[0] or extra:
         raise WireError(f"a request of {1 + len(frames) + extra} frames; 3 were due")
@@ -55,23 +63,23 @@ def take_answer(
     """One message from a producer, its payload (if any) written where ``landing`` says.
 
     The second value is the payload's length in bytes as it came, 0 when it had no place
-    and was thrown away, None when there was no payload.
+    and was thrown away, None when there was no payload. Call it only when :func:`has_message`.
 
     Raises:
-        zmq.Again: none is there.
         WireError: it is not one; the rest of it has been thrown away.
     """
-    first = dealer.recv(zmq.NOBLOCK, copy=False)
-    body = dealer.recv(copy=False) if dealer.rcvmore and not len(first) else None
+    first = dealer.recv(copy=False)
+    more = dealer.getsockopt(zmq.RCVMORE)
+    body = dealer.recv(copy=False).buffer if more and not len(first) else None
     if body is None or len(body) > MAX_BODY_BYTES:
         discard_rest(dealer)
         raise WireError("an answer without a body, or with one beyond the limit")
     try:
-        message = decode_to_consumer(body.buffer)
+        message = decode_to_consumer(body)
     except WireError:
         discard_rest(dealer)
         raise
-    if not dealer.rcvmore:
+    if not dealer.getsockopt(zmq.RCVMORE):
         return message, None
     span = landing(message)
     received = 0 if span is None else _receive_payload(dealer, region, span)

@@ -211,12 +211,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes | memoryview) -> 
 
 def _checked(message: Any) -> Any:
     """Refuse values that are well-typed but outside what the wire allows."""
-    for name, limit in _TEXT_LIMITS.items():
-        text = getattr(message, name, "")
+    texts, counts = _LIMITS_OF[type(message)]
+    for name, limit in texts:
+        text = getattr(message, name)
         if len(text) > limit:
             raise WireError(f"{name} of {len(text)} characters exceeds the limit of {limit}")
-    for name in _COUNTS:
-        if not 0 <= getattr(message, name, 0) < 1 << 63:
+    for name in counts:
+        if not 0 <= getattr(message, name) < 1 << 63:
             raise WireError(f"{name} {getattr(message, name)} is not a size")
     if isinstance(message, XferReq):
         if len(message.fingerprint) > MAX_FACTORS or len(message.planes) > MAX_FACTORS:
@@ -241,4 +242,13 @@ _TEXT_LIMITS = {
     "message": MAX_TEXT_CHARS,
     "traceback": 4 * MAX_TEXT_CHARS,
 }
-_COUNTS = ("xfer_id", "nbytes", "offset", "credit_bytes", "chunk_bytes", "timeout_ms", "generation")
+_COUNTS = {
+    "xfer_id", "nbytes", "offset", "credit_bytes", "chunk_bytes", "timeout_ms", "generation",
+}  # fmt: skip
+_LIMITS_OF = {
+    kind: (
+        [(name, _TEXT_LIMITS[name]) for name in kind.__struct_fields__ if name in _TEXT_LIMITS],
+        [name for name in kind.__struct_fields__ if name in _COUNTS],
+    )
+    for kind in (XferReq, XferCredit, XferDone, XferAck, XferChunk)
+}
