@@ -43,7 +43,7 @@ def run(options: AgentOptions, announce: Callable[[dict[str, object]], None]) ->
         signal.signal(number, lambda *_: agent.stop())
     announce(
         {
-            "endpoint": agent.endpoint,
+            "endpoint": agent.clients.endpoint,
             "pid": os.getpid(),
             "peer_host": agent.host,
             "peer_port": agent.port,

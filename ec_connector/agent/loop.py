@@ -17,11 +17,12 @@ from collections.abc import Iterable
 
 import zmq
 
+from ec_connector.agent.clients import Clients, Handlers
 from ec_connector.agent.lifeline import Lifelines
-from ec_connector.agent.listen import advertised_host, bind_local, bind_peers
+from ec_connector.agent.listen import advertised_host, bind_peers
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
-from ec_connector.agent.receive import discard_rest, has_message, take_answer, take_request
+from ec_connector.agent.receive import has_message, take_answer, take_request
 from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
@@ -56,12 +57,8 @@ from ec_connector.protocol.local import (
     Stats,
     StepDone,
     ToAgent,
-    ToClient,
     Welcome,
-    decode_to_agent,
-    encode_local,
 )
-from ec_connector.protocol.local import Refused as RefusedMessage
 from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, encode
 from ec_connector.protocol.producer import ProducerMachine
 from ec_connector.protocol.saves import Lost, SaveDesk
@@ -72,8 +69,6 @@ _BUDGET = 64
 """Messages taken from one socket before the others have their turn."""
 _SWEEP_MS = 5
 """How often frames still leaving are looked at while a grant waits to end."""
-_ENGINE = b"engine"
-"""Who reserves for an engine: its scheduler asks for room, its worker fills it."""
 
 
 class Agent:
@@ -97,7 +92,8 @@ class Agent:
         # First of all, so that an owner that dies during a long start is noticed at its end.
         self._orphan = bool(self._owner) and not self._lifelines.watch(self._owner)
         self.router, self.port = bind_peers(self._context, settings.bind_host, settings.port)
-        self.local, self.endpoint = bind_local(self._context)
+        handlers = Handlers(self._welcome, self._from_client, self._clients_gone)
+        self.clients = Clients(self._context, self._reactor, self._lifelines, handlers)
         self.host = advertised_host(settings.bind_host, settings.advertise_host)
         self.region = Region.create(settings.pool_size, settings.block_size)
         self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
@@ -134,11 +130,9 @@ class Agent:
             self._read_producer,
         )
         self.same_host = SameHostPlane(self.region)
-        self._clients: dict[bytes, Hello] = {}
         self._fetched: set[str] = set()
         self._stopping = False
         self._dropped_frames = 0
-        self._reactor.add(self.local, self._read_clients)
         self._reactor.add(self.router, self._read_consumers)
 
     # ── life ─────────────────────────────────────────────────────────────────
@@ -205,29 +199,26 @@ class Agent:
 
     # ── clients of this host ─────────────────────────────────────────────────
 
-    def _read_clients(self) -> None:
-        now = time.monotonic()
-        for _ in range(_BUDGET):
-            if not has_message(self.local):
-                return
-            client = self.local.recv()
-            frame = self.local.recv() if self.local.getsockopt(zmq.RCVMORE) else b""
-            extra = discard_rest(self.local)
-            try:
-                if extra:
-                    raise WireError(f"{2 + extra} frames; 2 were due")
-                self._from_client(client, decode_to_agent(frame), now)
-            except WireError as error:
-                logger.error("a client's message was refused: %s", error)
-                self._tell(client, RefusedMessage(str(error)))
+    def _welcome(self, hello: Hello) -> Welcome:
+        theirs = Identity(hello.compatibility_hash, hello.factors)
+        if (difference := agree(self._identity, theirs)) is not None:
+            factor, mine, other = difference
+            raise WireError(f"{factor} differs: {mine!r} at the agent, {other!r} at the client")
+        self._identity = Identity(
+            self._identity.compatibility_hash or theirs.compatibility_hash,
+            self._identity.factors | theirs.factors,
+        )
+        self.producer.identity = self.consumer.identity = self._identity
+        return Welcome(
+            agent_id=self.agent_id,
+            agent_pid=os.getpid(),
+            region=self.region.ref,
+            peer_host=self.host,
+            peer_port=self.port,
+        )
 
-    def _from_client(self, client: bytes, message: ToAgent, now: float) -> None:
-        if isinstance(message, Hello):
-            self._welcome(client, message)
-            return
-        if client not in self._clients:
-            raise WireError(f"{type(message).__name__} before Hello")
-        owner = client if self._clients[client].role == "client" else _ENGINE
+    def _from_client(self, client: bytes, owner: bytes, message: ToAgent) -> None:
+        now = time.monotonic()
         if isinstance(message, Fetch):
             for item in message.items:
                 self._do(self.consumer.fetch(client, item, now), now)
@@ -235,7 +226,7 @@ class Agent:
             for key in message.keys:
                 self._do(self.consumer.release(client, key, now), now)
         elif isinstance(message, Reserve):
-            self._tell(client, self.desk.reserve(owner, message, now))
+            self.clients.tell(client, self.desk.reserve(owner, message, now))
         elif isinstance(message, Saved):
             for key in self.desk.saved(message, now):
                 self._do(self.producer.saved(key, now), now)
@@ -251,56 +242,25 @@ class Agent:
             self._do(self.producer.drop_all(), now)
             self._do(self.consumer.drop_all(), now)
         elif isinstance(message, AskStats):
-            self._tell(client, Stats(self.stats(), message.seq))
-
-    def _welcome(self, client: bytes, hello: Hello) -> None:
-        theirs = Identity(hello.compatibility_hash, hello.factors)
-        if (difference := agree(self._identity, theirs)) is not None:
-            factor, mine, other = difference
-            text = f"{factor} differs: {mine!r} at the agent, {other!r} at the client"
-            self._tell(client, RefusedMessage(text))
-            return
-        self._identity = Identity(
-            self._identity.compatibility_hash or theirs.compatibility_hash,
-            self._identity.factors | theirs.factors,
-        )
-        self.producer.identity = self.consumer.identity = self._identity
-        self._clients[client] = hello
-        welcome = Welcome(
-            agent_id=self.agent_id,
-            agent_pid=os.getpid(),
-            region=self.region.ref,
-            peer_host=self.host,
-            peer_port=self.port,
-        )
-        self._tell(client, welcome)
-        if not self._lifelines.watch(hello.pid):
-            self._process_ended(hello.pid)
+            self.clients.tell(client, Stats(self.stats(), message.seq))
 
     def _process_ended(self, pid: int) -> None:
-        now = time.monotonic()
         if pid == self._owner:
             logger.info("owner process %d ended", pid)
             self._orphan = True
-        gone = [client for client, hello in self._clients.items() if hello.pid == pid]
-        for client in gone:
-            del self._clients[client]
+        self.clients.process_ended(pid)
+
+    def _clients_gone(self, clients: list[bytes], owners: list[bytes]) -> None:
+        now = time.monotonic()
+        for client in clients:
             self._do(self.consumer.client_gone(client, now), now)
-            self._lost(self.desk.owner_gone(client), now)
-        if gone and all(hello.role == "client" for hello in self._clients.values()):
-            self._lost(self.desk.owner_gone(_ENGINE), now)
+        for owner in owners:
+            self._lost(self.desk.owner_gone(owner), now)
 
     def _lost(self, lost: Iterable[Lost], now: float) -> None:
         for item in lost:
             self._do(self.producer.lost(item.key, item.message, item.traceback), now)
             self._do(self.consumer.lost(item.key), now)
-
-    def _tell(self, client: bytes, message: ToClient) -> None:
-        try:
-            self.local.send_multipart([client, encode_local(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # Its process is ending; the lifeline will say so and clear what it held.
-            logger.debug("client %s cannot be told: %s", client.hex(), error)
 
     # ── peers ────────────────────────────────────────────────────────────────
 
@@ -350,7 +310,7 @@ class Agent:
     def _do(self, effects: list[Effect], now: float) -> None:
         for effect in effects:
             if isinstance(effect, Tell):
-                self._tell(effect.client, effect.message)
+                self.clients.tell(effect.client, effect.message)
             elif isinstance(effect, SendToConsumer):
                 if not self.transmitter.send(effect):
                     self._do(self.producer.peer_gone(effect.peer), now)
@@ -400,7 +360,7 @@ class Agent:
             "blocks_pinned": usage.pinned,
             "entries": usage.entries,
             "bytes_sent": self.transmitter.bytes_sent,
-            "clients": len(self._clients),
+            "clients": len(self.clients),
             "frames_dropped": self._dropped_frames,
         }
         for machine in (self.producer, self.consumer):
