@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thin half of an agent that lives in an engine's process: one ipc DEALER.
+"""The thin half of an agent that lives in an engine's process: one local connection.
 
 Nothing here waits for the agent unless the caller names a timeout.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
+import select
 import time
 from types import TracebackType
 
-import zmq
-
-from ec_connector.errors import AgentLostError
+from ec_connector.agent.channel import Channel, connect
+from ec_connector.errors import AgentLostError, WireError
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     LOCAL_VERSION,
@@ -26,8 +26,9 @@ from ec_connector.protocol.local import (
     encode_local,
 )
 
-_MAX_QUEUED = 10_000
-"""Messages held for an agent that does not read; beyond it, ``send`` says no."""
+logger = logging.getLogger("vllm.ec_connector.client")
+
+LINGER_SECONDS = 0.05
 
 
 class AgentClient:
@@ -37,45 +38,52 @@ class AgentClient:
         endpoint: ``ipc://...`` as the agent printed or the engine's metadata says.
         role: ``"scheduler"``, ``"worker"`` or ``"client"``.
         identity: what this process's engine is; an agent of another kind refuses it.
+
+    Where nobody listens, :meth:`hello` says so.
     """
 
     def __init__(self, endpoint: str, role: str, identity: Identity | None = None) -> None:
         self.endpoint = endpoint
-        # Own context: ZMQ's global one may have been forked, or be ended by others.
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        # A dead agent's name is never used again, so there is nothing to reconnect to.
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self._socket.connect(endpoint)
+        self._channel: Channel | None = None
+        self._fault = "it does not answer"
+        try:
+            self._channel = connect(endpoint)
+        except OSError as error:
+            self._fault = str(error)
         self._inbox: list[ToClient] = []
         known = identity or Identity()
         hello = Hello(os.getpid(), role, LOCAL_VERSION, known.compatibility_hash, known.factors)
         self.send(hello)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the agent has gone away; what it sent before can still be received."""
+        return self._channel is None or self._channel.ended
+
     def send(self, message: ToAgent) -> bool:
-        """Queue a message. Never blocks; False when the queue is full or closed."""
+        """Send a message or queue it. Never waits, never raises.
+
+        False when the queue is full, the agent gone, or the message holds what cannot be
+        written (half a surrogate pair, a number of over 64 bits), which is logged.
+        """
         try:
-            self._socket.send(encode_local(message), zmq.NOBLOCK)
-        except zmq.ZMQError:
+            frame = encode_local(message)
+        except WireError as error:
+            logger.error("%s not sent: %s", type(message).__name__, error)
             return False
-        return True
+        return self._channel is not None and self._channel.send(frame)
 
     def receive(self, timeout: float = 0.0) -> list[ToClient]:
         """All messages that are here, waiting up to ``timeout`` seconds for the first."""
         messages, self._inbox = self._inbox, []
-        if not messages and timeout > 0:
-            self._socket.poll(int(timeout * 1000) + 1)
+        if self._channel is None:
+            return messages
+        until = time.monotonic() + timeout
         while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = self._channel.receive()
+            messages += [decode_to_client(frame) for frame in frames]
+            if not frames and (messages or self.ended or not self._ready(until)):
                 return messages
-            except zmq.ZMQError:
-                return messages
-            messages.append(decode_to_client(frame))
 
     def hello(self, timeout: float) -> Welcome:
         """The agent's welcome; other messages that come first are kept for ``receive``.
@@ -100,13 +108,30 @@ class AgentClient:
                 else:
                     self._inbox = kept + self._inbox
                     return message
+            if self.ended:
+                raise AgentLostError(f"no agent at {self.endpoint}: {self._fault}")
         raise AgentLostError(f"no agent answered at {self.endpoint} within {timeout:g} s")
 
     def close(self) -> None:
         """Close the connection. Messages not yet sent get 50 ms to leave."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.close(linger=50)
-            self._context.term()
+        if self._channel is not None:
+            until = time.monotonic() + LINGER_SECONDS
+            while self._channel.unsent and not self._channel.ended and self._ready(until):
+                self._channel.flush()
+            self._channel.close()
+
+    def _ready(self, until: float) -> bool:
+        """Wait until something can be read, or sent if there is something to send."""
+        channel = self._channel
+        left = until - time.monotonic()
+        if channel is None or left <= 0:
+            return False
+        poll = select.poll()  # select() fails where the engine has over 1024 descriptors
+        poll.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
+        if not poll.poll(left * 1000):
+            return False
+        channel.flush()
+        return True
 
     def __enter__(self) -> AgentClient:
         return self

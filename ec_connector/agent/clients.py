@@ -6,14 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
-import zmq
-
+from ec_connector.agent.channel import Channel, accept, listen
 from ec_connector.agent.lifeline import Lifelines
-from ec_connector.agent.listen import bind_local
 from ec_connector.agent.reactor import Reactor
-from ec_connector.agent.receive import discard_rest, has_message
 from ec_connector.errors import WireError
 from ec_connector.protocol.local import (
     Hello,
@@ -28,8 +26,6 @@ logger = logging.getLogger("vllm.ec_connector.agent")
 
 ENGINE: Final = b"engine"
 """Who reserves for an engine: its scheduler asks for room, its worker fills it."""
-_BUDGET = 64
-"""Messages taken before other sockets have their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class Handlers:
     Attributes:
         hello: a client says who it is; the answer to give it. Raises WireError to refuse it.
         message: anything else, with the client and the owner of what it reserves.
-        gone: owners whose processes have all ended, and every client that ended with them.
+        gone: clients that ended, and owners that have no client any more.
     """
 
     hello: Callable[[Hello], ToClient]
@@ -48,59 +44,76 @@ class Handlers:
 
 
 class Clients:
-    """The local socket and everybody who said hello on it."""
+    """The local socket, the connections on it, and who said hello on which."""
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        reactor: Reactor,
-        lifelines: Lifelines,
-        handlers: Handlers,
-    ) -> None:
-        self._socket, self.endpoint = bind_local(context)
+    def __init__(self, reactor: Reactor, lifelines: Lifelines, handlers: Handlers) -> None:
+        self._listener, self.endpoint = listen()
+        self._reactor = reactor
         self._lifelines = lifelines
         self._handlers = handlers
+        self._channels: dict[bytes, Channel] = {}
         self._hello_of: dict[bytes, Hello] = {}
-        reactor.add(self._socket, self._read)
+        self._accepted = 0
+        reactor.add(self._listener.fileno(), self._accept)
 
     def __len__(self) -> int:
         return len(self._hello_of)
 
     def tell(self, client: bytes, message: ToClient) -> None:
-        """Send a message; one that cannot be sent is to a process that is ending."""
-        try:
-            self._socket.send_multipart([client, encode_local(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            # The lifeline will say so, and clear what it held.
-            logger.debug("client %s cannot be told: %s", client.hex(), error)
+        """Send a message. One that reads nothing for too long is given up."""
+        channel = self._channels.get(client)
+        if channel is None:
+            return
+        if not channel.send(encode_local(message)):
+            logger.error("client %s does not read, or is gone: given up", client.decode())
+            self._end([client])
+        elif channel.unsent:
+            self._reactor.watch_writing(channel.fd, True)
 
     def process_ended(self, pid: int) -> None:
-        """A process ended: forget its clients and tell of them."""
-        clients = [client for client, hello in self._hello_of.items() if hello.pid == pid]
-        owners = {self._owner(client) for client in clients}
-        for client in clients:
-            del self._hello_of[client]
-        owners -= {self._owner(client) for client in self._hello_of}
-        if clients:
-            self._handlers.gone(clients, sorted(owners))
+        """A process ended; a child of it may still hold the connection open."""
+        self._end([client for client, hello in self._hello_of.items() if hello.pid == pid])
 
-    def _owner(self, client: bytes) -> bytes:
-        return client if self._hello_of[client].role == "client" else ENGINE
+    def close(self) -> None:
+        """End every connection and listen no more."""
+        for channel in self._channels.values():
+            channel.close()
+        self._listener.close()
 
-    def _read(self) -> None:
-        for _ in range(_BUDGET):
-            if not has_message(self._socket):
+    def _accept(self) -> None:
+        channel = accept(self._listener)
+        if channel is not None:
+            self._accepted += 1
+            client = b"%d" % self._accepted
+            self._channels[client] = channel
+            self._reactor.add(channel.fd, partial(self._serve, client, channel))
+
+    def _serve(self, client: bytes, channel: Channel) -> None:
+        if channel.unsent:
+            channel.flush()
+            self._reactor.watch_writing(channel.fd, channel.unsent > 0)
+        for frame in channel.receive():
+            if client not in self._channels:
                 return
-            client = self._socket.recv()
-            frame = self._socket.recv() if self._socket.getsockopt(zmq.RCVMORE) else b""
-            extra = discard_rest(self._socket)
             try:
-                if extra:
-                    raise WireError(f"{2 + extra} frames; 2 were due")
                 self._take(client, decode_to_agent(frame))
             except WireError as error:
                 logger.error("a client's message was refused: %s", error)
                 self.tell(client, Refused(str(error)))
+        if channel.ended and client in self._channels:
+            self._end([client])
+
+    def _end(self, clients: list[bytes]) -> None:
+        known = [client for client in clients if client in self._hello_of]
+        owners = {self._owner(client) for client in known}
+        for client in clients:
+            channel = self._channels.pop(client)
+            self._reactor.remove(channel.fd)
+            channel.close()
+            self._hello_of.pop(client, None)
+        owners -= {self._owner(client) for client in self._hello_of}
+        if known:
+            self._handlers.gone(known, sorted(owners))
 
     def _take(self, client: bytes, message: ToAgent) -> None:
         if isinstance(message, Hello):
@@ -113,3 +126,6 @@ class Clients:
             self._handlers.message(client, self._owner(client), message)
         else:
             raise WireError(f"{type(message).__name__} before Hello")
+
+    def _owner(self, client: bytes) -> bytes:
+        return client if self._hello_of[client].role == "client" else ENGINE

@@ -142,15 +142,18 @@ class EngineLink:
 
     def _collect(self, timeout: float) -> list[LinkEvent]:
         events: list[LinkEvent] = []
+        serving = False
         if self._client is not None:
             events += self._client.receive(timeout)
-            if self._lifeline >= 0 and _ended(self._lifeline):
-                pid = self.agent_pid
-                self._part()
-                reason = f"the agent (pid {pid}) ended; it was not started here"
-                logger.error("%s, so no other is", reason)
-                events.append(LinkDown(reason))
-        elif timeout > 0:
+            serving = not self._client.ended
+        if self._lifeline >= 0 and (_ended(self._lifeline) or not serving):
+            pid = self.agent_pid
+            self._part()
+            reason = f"the agent (pid {pid}) ended; it was not started here"
+            logger.error("%s, so no other is", reason)
+            events.append(LinkDown(reason))
+        elif timeout > 0 and not serving and not events:
+            # The keeper knows the agent's end a moment after its connection does.
             with contextlib.suppress(queue.Empty):
                 events.append(self._follow(self._arrivals.get(timeout=timeout)))
         while not self._arrivals.empty():

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an agent listens: a TCP port for peers, a nameless local socket for its engine."""
+"""Where an agent listens for peers, and what it tells them to dial."""
 
 from __future__ import annotations
 
 import errno
-import os
-import secrets
 import socket
 
 import zmq
@@ -57,29 +55,6 @@ def bind_peers(
         ) from error
     bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
     return router, int(bound.rpartition(":")[2])
-
-
-def bind_local(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], str]:
-    """A bound ROUTER for this user's processes on this host, and its endpoint.
-
-    The name lives in the kernel only, so nothing is left on a disk however the
-    agent ends; it is random, so nobody can take it first; and processes of
-    other users are turned away by their credentials.
-    """
-    local = context.socket(zmq.ROUTER)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, 0),
-        (zmq.ROUTER_MANDATORY, 1),
-        (zmq.IPC_FILTER_UID, os.getuid()),
-    ):
-        local.setsockopt(option, value)
-    endpoint = f"ipc://@ec-connector-{secrets.token_hex(16)}"
-    try:
-        local.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise AgentStartError(f"cannot listen for the engine on {endpoint}: {error}") from error
-    return local, endpoint
 
 
 def advertised_host(bind_host: str, advertise_host: str) -> str:

@@ -93,7 +93,7 @@ class Agent:
         self._orphan = bool(self._owner) and not self._lifelines.watch(self._owner)
         self.router, self.port = bind_peers(self._context, settings.bind_host, settings.port)
         handlers = Handlers(self._welcome, self._from_client, self._clients_gone)
-        self.clients = Clients(self._context, self._reactor, self._lifelines, handlers)
+        self.clients = Clients(self._reactor, self._lifelines, handlers)
         self.host = advertised_host(settings.bind_host, settings.advertise_host)
         self.region = Region.create(settings.pool_size, settings.block_size)
         self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
@@ -181,6 +181,7 @@ class Agent:
 
     def close(self) -> None:
         """Close every socket and give the memory back."""
+        self.clients.close()
         self.peers.close_all()
         self.same_host.close()
         self._lifelines.close()

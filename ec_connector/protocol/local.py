@@ -230,8 +230,11 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionErr
 
 
 def encode_local(message: ToAgent | ToClient) -> bytes:
-    """One message as one frame."""
-    return _encoder.encode(message)
+    """One message as one frame. Raises WireError when it holds what msgpack cannot."""
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise WireError(f"unencodable local message: {error}") from error
 
 
 def decode_to_agent(frame: bytes | memoryview) -> ToAgent:
