@@ -44,8 +44,12 @@ from ec_connector.protocol.local import (
 
 logger = logging.getLogger("vllm.ec_connector.scheduler")
 
-RESERVE_PATIENCE: Final = 0.02
-"""Seconds a step that encodes waits for the agent to say where to save."""
+RESERVE_PATIENCE: Final = 0.1
+"""Seconds a step that encodes waits for the agent to say where to save.
+
+As a rule it takes 0.1 ms; on a host whose cores are all busy the agent may have to wait for
+one. An agent that stays silent is waited for once, not in every step.
+"""
 IDLE_PATIENCE: Final = 0.001
 """Seconds a step with nothing to run waits for the agent's next message."""
 STATS_INTERVAL: Final = 5.0

@@ -189,6 +189,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """Put the ends of the engines' logs on the report of a test that failed."""
     report = yield
     fleet = getattr(item, "funcargs", {}).get("fleet")
-    if report.failed and fleet is not None:
+    if report.failed and report.when != "teardown" and fleet is not None:
         report.sections.append(("engine logs", "\n".join(fleet.logs())))
     return report
