@@ -42,20 +42,31 @@ class Footprint:
         return left
 
 
-def marked_processes(mark: str) -> dict[int, str]:
-    """Pid and command line of every live process with ``NAME=value`` in its environment."""
+def descendants(session: int, mark: str) -> dict[int, str]:
+    """Pid and command line of every live process of a session, or with a mark in its environment.
+
+    Both are needed: a process that renames itself writes over its environment, as vLLM's
+    engine and workers do, and an agent has a session of its own. ``mark`` is ``NAME=value``.
+    """
     found: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
-            environment = Path("/proc", entry, "environ").read_bytes()
-            if mark.encode() in environment.split(b"\0"):
+            state, _, _, own_session, *_ = _stat(entry)
+            environment = Path("/proc", entry, "environ").read_bytes().split(b"\0")
+            ours = int(own_session) == session or mark.encode() in environment
+            if ours and state != "Z":
                 words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(entry)] = words.decode(errors="replace").strip()[:120]
         except OSError:  # ended meanwhile, or another user's
             continue
     return found
+
+
+def _stat(pid: str) -> list[str]:
+    """The fields of ``/proc/PID/stat`` after the process' name: state, parent, group, session..."""
+    return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
 
 
 def _open_files(pid: int) -> set[str]:

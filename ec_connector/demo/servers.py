@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ec_connector.demo.footprint import Footprint, marked_processes
+from ec_connector.demo.footprint import Footprint, descendants
 
 MARK = "EC_CONNECTOR_DEMO_SERVER"
 START_SECONDS = 240.0
@@ -65,7 +65,7 @@ class Server:
 
     def processes(self) -> dict[int, str]:
         """Pid and command line of every live process of this server, whoever its parent is now."""
-        return marked_processes(f"{MARK}={self.mark}")
+        return descendants(self.pid, f"{MARK}={self.mark}")
 
     def healthy(self) -> bool:
         """Whether ``/health`` answers 200.

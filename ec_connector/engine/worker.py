@@ -250,7 +250,9 @@ class WorkerSide:
                 return
             self._client = self._connect(endpoint, "worker")
         if not self._client.send(message):
-            logger.warning("The agent is gone, or takes no more messages: %s is lost", type(message).__name__)
+            logger.warning(
+                "The agent is gone, or takes no more messages: %s is lost", type(message).__name__
+            )
         for answer in self._client.receive():
             if isinstance(answer, Refused):
                 logger.error("The agent refused a message: %s", answer.message)

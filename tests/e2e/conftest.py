@@ -66,6 +66,7 @@ def roles() -> dict[str, Role]:
         "alone": Role(),
         "producer": Role(PRODUCER),
         "consumer": Role(CONSUMER, options=chunked),
+        "both": Role({**PRODUCER, "ec_role": "ec_both"}),
         "both-v2": Role({**PRODUCER, "ec_role": "ec_both"}, env=V2_ENV),
         "consumer-v2": Role(CONSUMER, env=V2_ENV),
         "consumer-tp2": Role(
