@@ -138,7 +138,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     }
     with Servers() as servers:
         yield Fleet(servers, models)
-    assert servers.leftovers == []
+    # vLLM itself leaves the shared memory of an engine of several ranks.
+    assert [line for line in servers.leftovers if "vllm_dist_" not in line] == []
 
 
 @pytest.fixture(scope="session")
