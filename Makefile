@@ -36,6 +36,7 @@ test: lint quick others e2e ## everything: lint, types, import rules, all tests
 
 lint: .venv/.lint-tools ## style, types, import rules
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
