@@ -47,6 +47,10 @@ V2_ENV = {
 TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
+# Quick to make again when an agent was killed, with other engines on the same cores.
+SMALL_POOL = {"ec_connector_extra_config": {"pool_size": "128MiB"}}
+
+
 @dataclass(frozen=True)
 class Role:
     """How to start an engine. ``model`` is a key of :attr:`Fleet.models`."""
@@ -120,7 +124,11 @@ class Fleet:
     def _start(self, name: str) -> Server:
         role, port = self._roles[name], free_ports(1)[0]
         command = vllm_command(
-            self.models[role.model], port, *COUNTING_OPTIONS, *role.options, ec=role.ec
+            self.models[role.model],
+            port,
+            *COUNTING_OPTIONS,
+            *role.options,
+            ec=role.ec and {**role.ec, **SMALL_POOL},
         )
         # As many cores apart as there are: a producer and its consumer never share one.
         env = {**vllm_env(len(self._running)), **COUNTING_ENV, **role.env}

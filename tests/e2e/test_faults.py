@@ -26,7 +26,7 @@ NAME = "@ec-connector-"  # how the names of our sockets begin
 PROMPT = "What is to be seen?"
 IDLE_SECONDS = 10.0
 GONE_SECONDS = 2.0
-BACK_SECONDS = 15.0
+BACK_SECONDS = 45.0
 
 Encode = Callable[[Server, Body], Body]
 Decode = Callable[[Server, Body, Body], Answer]
