@@ -20,7 +20,7 @@ python_of = $(call first_python,python$(1) $(wildcard $(HOME)/.pyenv/versions/$(
 # The other Pythons of this machine, for what needs no vLLM.
 OTHERS := $(foreach v,3.12 3.13,$(if $(call python_of,$(v)),$(v)))
 
-.PHONY: help env demo test lint quick others e2e clean $(OTHERS:%=quick-%)
+.PHONY: help env demo test lint quick others e2e bench clean $(OTHERS:%=quick-%)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ others: $(OTHERS:%=quick-%) ## the same without vLLM, on the other Pythons found
 e2e: env ## the tests that start vLLM engines (minutes)
 	$(BIN)/python -m pytest -q -m e2e $(ARGS)
 
+bench: .venv/.bench-tools ## measure beside the in-tree pair (minutes; ARGS="--json FILE --plot FILE")
+	$(BIN)/ec-connector bench $(ARGS)
+
 clean: ## remove all that these targets made
 	rm -rf .venv .venv-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
@@ -55,6 +58,10 @@ clean: ## remove all that these targets made
 # Beside the environment, not part of it: the demo needs no linter.
 .venv/.lint-tools: pyproject.toml | env
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+.venv/.bench-tools: pyproject.toml | env
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[bench]'
 	@touch $@
 
 $(OTHERS:%=quick-%): quick-%: .venv-%/.made

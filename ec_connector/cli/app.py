@@ -143,6 +143,14 @@ def demo(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_THROUGH)
+def bench(context: typer.Context) -> None:
+    """Measure transfers here, beside vLLM's in-tree pair and what the machine can do."""
+    from ec_connector.bench.app import main
+
+    raise typer.Exit(main(context.args))
+
+
+@app.command(context_settings=_PASS_THROUGH)
 def proxy(context: typer.Context) -> None:
     """Route OpenAI chat requests: media to an encoding server, then all to a decoding one."""
     from ec_connector.proxy import main
