@@ -67,8 +67,18 @@ Change = Up | Down | Refused
 
 @dataclass(slots=True)
 class _Connection:
+    """``endpoints``: what the address stands for, the one that is being dialled first."""
+
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    endpoints: list[str]
+    was_up: bool = False
+
+    def dial_next(self) -> None:
+        """Try another of the addresses that a name stands for."""
+        self.dealer.disconnect(self.endpoints[0])
+        self.endpoints.append(self.endpoints.pop(0))
+        self.dealer.connect(self.endpoints[0])
 
 
 class PeerSockets:
@@ -174,7 +184,7 @@ class PeerSockets:
         try:
             infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             found = sorted({str(info[4][0]) for info in infos})
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError, OverflowError) as error:  # an odd name, an odd port
             found = f"{address.host!r} does not resolve: {error}"
         self._resolved.put((address, found))
         try:
@@ -189,11 +199,11 @@ class PeerSockets:
             self._changes.append(Refused(address, str(error)))
             return
         try:
-            self._connect(address, found[0])
+            self._connect(address, found)
         except zmq.ZMQError as error:
             self._changes.append(Refused(address, f"{address} cannot be dialled: {error}"))
 
-    def _connect(self, address: Address, ip: str) -> None:
+    def _connect(self, address: Address, found: list[str]) -> None:
         dealer = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -213,16 +223,23 @@ class PeerSockets:
             dealer.close(linger=0)
             raise
         self._reactor.add(dealer, partial(self._on_readable, address, dealer))
-        self._reactor.add(monitor, partial(self._read_monitor, address, monitor))
-        self._connections[address] = _Connection(dealer, monitor)
-        dealer.connect(
-            f"tcp://[{ip}]:{address.port}" if ":" in ip else f"tcp://{ip}:{address.port}"
-        )
+        hosts = (f"[{ip}]" if ":" in ip else ip for ip in found)
+        endpoints = [f"tcp://{host}:{address.port}" for host in hosts]
+        connection = _Connection(dealer, monitor, endpoints)
+        self._reactor.add(monitor, partial(self._read_monitor, address, connection))
+        self._connections[address] = connection
+        dealer.connect(endpoints[0])
         for body in self._unsent.pop(address, ()):
             self.send(address, body)
 
-    def _read_monitor(self, address: Address, monitor: zmq.Socket[bytes]) -> None:
-        while monitor.poll(0):
-            event = recv_monitor_message(monitor)["event"]
-            change = Up if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Down
-            self._changes.append(change(address))
+    def _read_monitor(self, address: Address, connection: _Connection) -> None:
+        while connection.monitor.poll(0):
+            event = recv_monitor_message(connection.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                connection.was_up = True
+                self._changes.append(Up(address))
+                continue
+            self._changes.append(Down(address))
+            retried = event == zmq.EVENT_CONNECT_RETRIED
+            if retried and not connection.was_up and len(connection.endpoints) > 1:
+                connection.dial_next()
