@@ -33,8 +33,9 @@ def crowd(
 ) -> CrowdCell:
     """So many consumers fetch so many items of 1 MB each, ``depth`` of them at a time."""
     with contextlib.ExitStack() as stack:
-        producer = stack.enter_context(Producer(**settings_for(ONE, _DIFFERENT, extra)))
-        wanted = filled(producer, ONE, [f"item-{number}" for number in range(_DIFFERENT)])
+        producer = stack.enter_context(Producer(**settings_for(ONE, _DIFFERENT + 1, extra)))
+        keys = [f"item-{number}" for number in range(_DIFFERENT + 1)]
+        *wanted, spare = filled(producer, ONE, keys)
         members = [
             _Member(
                 stack.enter_context(Fetcher(settings_for(ONE, depth + 1, extra, PLANES[plane]))),
@@ -44,7 +45,7 @@ def crowd(
             for first in range(consumers)
         ]
         for member in members:
-            member.warm()
+            member.warm(spare)
         begun = time.perf_counter()
         for member in members:
             member.start()
@@ -74,11 +75,10 @@ class _Member(threading.Thread):
         self._fetcher, self._items, self._depth = fetcher, items, depth
         self.times: list[float] = []
 
-    def warm(self) -> None:
-        """Connect: the first fetch from a peer is another question."""
-        answer, _ = self._fetcher.fetch(self._items[-1])
-        if isinstance(answer, Ready):
-            self._fetcher.release(answer.key)
+    def warm(self, item: FetchItem) -> None:
+        """Connect, by an item that is not counted: the first fetch is another question."""
+        self._fetcher.fetch(item)
+        self._fetcher.release(item.key)
 
     def run(self) -> None:
         """Fetch everything, the next one as soon as one is answered."""

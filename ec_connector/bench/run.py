@@ -117,7 +117,7 @@ def _size(
             lambda name: tell(f"{shown}: {name}"),
         )
         inside = {subject.name: median(subject.inside) for subject in ours}
-        for pair in in_tree:
+        for pair in in_tree if size.nbytes == MAIN else ():
             run.facts.in_tree_ack_bytes, run.facts.in_tree_ack_blocks = pair.ack_bytes, pair.blocks
     for name, taken in times.items():
         nbytes = 0 if name.startswith("ping") else size.nbytes
