@@ -35,12 +35,11 @@ from typing import Final
 
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
 from ec_connector.pool.blocks import BlockPool, Entry, EntryState
+from ec_connector.protocol.connections import Connections
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import (
     Address,
-    Connect,
     CopyFromPeer,
-    Disconnect,
     Effect,
     SendToProducer,
     Span,
@@ -65,7 +64,6 @@ OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
 FIRST_BACKOFF: Final = 0.05
 MAX_BACKOFF: Final = 1.0
-PEER_IDLE_SECONDS: Final = 60.0
 
 _NACK_REASON = {
     XferStatus.NACK_MISSING: "missing",
@@ -83,21 +81,6 @@ class FetchState(enum.Enum):
     ASKED = "asked"
     BACKOFF = "to be asked again"
     RECEIVING = "receiving"
-
-
-class PeerState(enum.Enum):
-    """What is known of the connection to a producer."""
-
-    CONNECTING = "connecting"
-    UP = "up"
-    DOWN = "down"
-
-
-@dataclass(slots=True)
-class _Peer:
-    state: PeerState
-    since: float
-    fetches: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -161,17 +144,14 @@ class ConsumerMachine:
         self._chunk = chunk_bytes
         # Credit beyond the producer's limit would never come back as bytes.
         self._window = min(window_bytes, MAX_CREDIT_BYTES)
-        self._connect_timeout = connect_timeout
-        self._max_peers = max_peers
         self._fetches: dict[str, _Fetch] = {}
         self._by_xfer: dict[int, str] = {}
-        self._peers: dict[Address, _Peer] = {}
+        self._peers = Connections(connect_timeout, max_peers)
         # A key can stand for several generations: one delivered before its key got new content.
         self._pinned: dict[bytes, dict[str, list[Entry]]] = {}
         self._waiting_for_room: dict[str, None] = {}
         self._waiters: Deadlines[tuple[str, bytes]] = Deadlines()
         self._retries: Deadlines[str] = Deadlines()
-        self._peer_clock: Deadlines[Address] = Deadlines()
         self._xfers = 0
         self.counts: Counter[str] = Counter()
 
@@ -211,21 +191,13 @@ class ConsumerMachine:
         self._waiters.set((item.key, client), waiter.deadline)
         if entry is not None:
             return []
-        effects: list[Effect] = []
-        if address not in self._peers:
-            if len(self._peers) >= self._max_peers:
-                text = f"{self._max_peers} producers are connected already (max_peers)"
-                return self._fail(item.key, "peer_refused", text)
-            self._peers[address] = _Peer(PeerState.CONNECTING, now)
-            self._peer_clock.set(address, now + self._connect_timeout)
-            effects.append(Connect(address))
-        peer = self._peers[address]
-        peer.fetches.add(item.key)
-        if peer.state is PeerState.UP:
-            self._rest(address, now)
-        elif peer.state is PeerState.DOWN and now >= peer.since + self._connect_timeout:
-            text = f"no connection to {address} for {now - peer.since:.1f} s"
-            return self._fail(item.key, "peer_unreachable", text)
+        if self._peers.full_for(address):
+            text = f"{self._peers.max_peers} producers are connected already (max_peers)"
+            return self._fail(item.key, "peer_refused", text)
+        effects = self._peers.use(address, item.key, now)
+        away = self._peers.absence(address, now)
+        if away is not None:
+            return self._fail(item.key, "peer_unreachable", _no_connection(address, away))
         return [*effects, *self._start(item.key, now)]
 
     def release(self, client: bytes, key: str, now: float) -> list[Effect]:
@@ -370,32 +342,16 @@ class ConsumerMachine:
 
     def peer_up(self, address: Address, now: float) -> list[Effect]:
         """The connection is ready: ask for what a lost one took along."""
-        peer = self._peers.get(address)
-        if peer is None:
-            return []
-        again = peer.state is PeerState.DOWN
-        peer.state, peer.since = PeerState.UP, now
-        self._rest(address, now)
-        if not again:
-            return []
         effects: list[Effect] = []
-        for key in sorted(peer.fetches):
+        for key in self._peers.up(address, now):
             if self._fetches[key].state in (FetchState.ASKED, FetchState.RECEIVING):
                 effects += self._ask(key, now)
         return effects
 
     def peer_down(self, address: Address, now: float) -> list[Effect]:
         """The connection broke, or an attempt failed."""
-        peer = self._peers.get(address)
-        if peer is None or peer.state is PeerState.DOWN:
-            return []
-        was_up = peer.state is PeerState.UP
-        peer.state = PeerState.DOWN
-        if was_up:
-            peer.since = now
-        self._peer_clock.set(address, peer.since + self._connect_timeout)
         effects: list[Effect] = []
-        for key in sorted(peer.fetches):
+        for key in self._peers.down(address, now):
             fetch = self._fetches[key]
             if fetch.state is FetchState.RECEIVING:
                 effects += self._stop_copy(fetch)
@@ -407,9 +363,9 @@ class ConsumerMachine:
     def peer_refused(self, address: Address, message: str) -> list[Effect]:
         """The address may not be dialled, or has no meaning."""
         effects: list[Effect] = []
-        for key in sorted(self._peers[address].fetches) if address in self._peers else ():
+        for key in self._peers.users(address):
             effects += self._fail(key, "peer_refused", message)
-        return [*effects, *self._forget(address)]
+        return [*effects, *self._peers.forget(address)]
 
     # ── time ─────────────────────────────────────────────────────────────────
 
@@ -420,13 +376,17 @@ class ConsumerMachine:
             effects += self._expire(key, client)
         for key in self._retries.due(now):
             effects += self._ask(key, now)
-        for address in self._peer_clock.due(now):
-            effects += self._peer_due(address, now)
+        for absence in self._peers.due(now):
+            text = _no_connection(absence.address, absence.seconds)
+            for key in absence.users:
+                effects += self._fail(key, "peer_unreachable", text)
+            if absence.over:
+                effects += self._peers.forget(absence.address)
         return effects
 
     def deadline(self) -> float | None:
         """When :meth:`tick` has work next."""
-        times = (self._waiters.next(), self._retries.next(), self._peer_clock.next())
+        times = (self._waiters.next(), self._retries.next(), self._peers.next())
         return min((t for t in times if t is not None), default=None)
 
     def gauges(self) -> dict[str, int]:
@@ -443,18 +403,14 @@ class ConsumerMachine:
             if not fetch.waiters:
                 raise InternalError(f"nobody waits for the fetch of {key!r}")
             remote = fetch.state is not FetchState.LOCAL
-            if remote and (fetch.address not in self._peers):
+            if remote and key not in self._peers.users(fetch.address):
                 raise InternalError(f"the fetch of {key!r} has no peer")
             has_room = fetch.state not in (FetchState.LOCAL, FetchState.ROOM)
             if has_room != (fetch.entry is not None):
                 raise InternalError(f"the fetch of {key!r} is {fetch.state} with {fetch.entry}")
             if (fetch.state is FetchState.ROOM) != (key in self._waiting_for_room):
                 raise InternalError(f"the fetch of {key!r} and the queue for room differ")
-        if len(self._peer_clock) != len(self._peers):
-            raise InternalError("a peer without a clock would never be given up")
-        for address, peer in self._peers.items():
-            if any(self._fetches[key].address != address for key in peer.fetches):
-                raise InternalError(f"{address} is charged with another peer's fetch")
+        self._peers.validate()
         if len(self._by_xfer) != sum(f.entry is not None for f in self._fetches.values()):
             raise InternalError("transfers and fetches differ in number")
         for client, delivered in self._pinned.items():
@@ -471,7 +427,7 @@ class ConsumerMachine:
             # While this fetch waited for room, the engine itself came to save the item.
             self._waiting_for_room.pop(key, None)
             fetch.state = FetchState.LOCAL
-            self._peers[fetch.address].fetches.discard(key)
+            self._peers.leave(fetch.address, key)
             return self.saved(key, now)
         try:
             fetch.entry = self._pool.reserve(
@@ -640,8 +596,7 @@ class ConsumerMachine:
             # Only this agent's loop writes fetched bytes, and it carries out StopCopy first.
             self._pool.abandon(key, fetch.entry.generation)
             stop = self._stop_copy(fetch)
-        if (peer := self._peers.get(fetch.address)) is not None:
-            peer.fetches.discard(key)
+        self._peers.leave(fetch.address, key)
         return stop
 
     def _stop_copy(self, fetch: _Fetch) -> list[Effect]:
@@ -657,33 +612,9 @@ class ConsumerMachine:
             return []
         return [SendToProducer(address, XferDone(self._session, ack.mm_hash, ack.xfer_id))]
 
-    # ── peers ────────────────────────────────────────────────────────────────
 
-    def _rest(self, address: Address, now: float) -> None:
-        self._peer_clock.set(address, now + PEER_IDLE_SECONDS)
-
-    def _peer_due(self, address: Address, now: float) -> list[Effect]:
-        peer = self._peers[address]
-        if peer.state is PeerState.UP:
-            if peer.fetches:
-                self._rest(address, now)
-                return []
-            return self._forget(address)
-        peer.state = PeerState.DOWN
-        effects: list[Effect] = []
-        text = f"no connection to {address} for {now - peer.since:.1f} s"
-        for key in sorted(peer.fetches):
-            effects += self._fail(key, "peer_unreachable", text)
-        if now >= peer.since + PEER_IDLE_SECONDS:
-            return [*effects, *self._forget(address)]
-        self._peer_clock.set(address, peer.since + PEER_IDLE_SECONDS)
-        return effects
-
-    def _forget(self, address: Address) -> list[Effect]:
-        if self._peers.pop(address, None) is None:
-            return []
-        self._peer_clock.cancel(address)
-        return [Disconnect(address)]
+def _no_connection(address: Address, seconds: float) -> str:
+    return f"no connection to {address} for {seconds:.1f} s"
 
 
 def _pin(client: bytes) -> str:

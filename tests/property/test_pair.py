@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ec_connector.protocol.consumer import PEER_IDLE_SECONDS
+from ec_connector.protocol.connections import PEER_IDLE_SECONDS
 from ec_connector.protocol.local import Ready
 from ec_connector.testing import Pair
 

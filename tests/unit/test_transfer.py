@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ec_connector.protocol.consumer import PEER_IDLE_SECONDS
+from ec_connector.protocol.connections import PEER_IDLE_SECONDS
 from ec_connector.protocol.effects import Address, SendToConsumer
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import FetchItem
