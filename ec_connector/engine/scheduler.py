@@ -44,7 +44,7 @@ from ec_connector.protocol.local import (
 
 logger = logging.getLogger("vllm.ec_connector.scheduler")
 
-RESERVE_PATIENCE: Final = 0.1
+RESERVE_PATIENCE: Final = 0.5
 """Seconds a step that encodes waits for the agent to say where to save.
 
 As a rule it takes 0.1 ms; on a host whose cores are all busy the agent may have to wait for
