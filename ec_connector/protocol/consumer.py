@@ -20,10 +20,11 @@ Rules:
       │──being saved here──► LOCAL ──saved──────────────────────►│
       │──no room──► ROOM ──┐                                     │
       └────────────────────┴► ASKED ──ack──► RECEIVING ──all in──►┘
-                               │  ▲  │            │
-                       not     │  │  └─ nack ─────┼────► FAILED
-                       ready   ▼  │               │
-                              BACKOFF    connection lost: back to ASKED
+                               │  ▲  │       or COPYING
+                       not     │  │  │            │
+                       ready   ▼  │  └─ nack ─────┼────► FAILED
+                              BACKOFF             │
+                                         connection lost: back to ASKED
 """
 
 from __future__ import annotations
@@ -81,6 +82,10 @@ class FetchState(enum.Enum):
     ASKED = "asked"
     BACKOFF = "to be asked again"
     RECEIVING = "receiving"
+    COPYING = "copying from the peer's memory"
+
+
+_MOVING = (FetchState.RECEIVING, FetchState.COPYING)
 
 
 @dataclass(slots=True)
@@ -299,8 +304,14 @@ class ConsumerMachine:
         if fault := _ack_fault(ack, fetch.item):
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         fetch.plane = ack.plane or "zmq"
-        if fetch.plane == "memory" and ack.region is not None and "memory" in self._planes:
-            fetch.state = FetchState.RECEIVING
+        if fetch.plane == "memory":
+            if ack.region is None or "memory" not in self._planes:
+                fault = (
+                    "the producer offers memory that it does not name, or that was not asked for"
+                )
+                return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
+            # A state of its own: bytes from elsewhere must not end a fetch whose copy goes on.
+            fetch.state = FetchState.COPYING
             extents = tuple(ack.extents)
             copy = CopyFromPeer(
                 address, fetch.xfer_id, ack.region, extents, ack.generation, fetch.entry
@@ -329,7 +340,7 @@ class ConsumerMachine:
         """
         key = self._by_xfer.get(xfer_id)
         fetch = self._fetches.get(key) if key is not None else None
-        if key is None or fetch is None or fetch.state is not FetchState.RECEIVING:
+        if key is None or fetch is None or fetch.state is not FetchState.COPYING:
             return []
         if not fault:
             nbytes = fetch.room().nbytes
@@ -344,7 +355,7 @@ class ConsumerMachine:
         """The connection is ready: ask for what a lost one took along."""
         effects: list[Effect] = []
         for key in self._peers.up(address, now):
-            if self._fetches[key].state in (FetchState.ASKED, FetchState.RECEIVING):
+            if self._fetches[key].state in (FetchState.ASKED, *_MOVING):
                 effects += self._ask(key, now)
         return effects
 
@@ -353,7 +364,7 @@ class ConsumerMachine:
         effects: list[Effect] = []
         for key in self._peers.down(address, now):
             fetch = self._fetches[key]
-            if fetch.state is FetchState.RECEIVING:
+            if fetch.state in _MOVING:
                 effects += self._stop_copy(fetch)
                 fetch.state = FetchState.ASKED
                 fetch.received = 0
@@ -600,8 +611,7 @@ class ConsumerMachine:
         return stop
 
     def _stop_copy(self, fetch: _Fetch) -> list[Effect]:
-        copying = fetch.state is FetchState.RECEIVING and fetch.plane == "memory"
-        return [StopCopy(fetch.xfer_id)] if copying else []
+        return [StopCopy(fetch.xfer_id)] if fetch.state is FetchState.COPYING else []
 
     def _done_effects(self, fetch: _Fetch) -> list[Effect]:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
