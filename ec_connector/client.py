@@ -74,14 +74,17 @@ class AgentClient:
         return self._channel is not None and self._channel.send(frame)
 
     def receive(self, timeout: float = 0.0) -> list[ToClient]:
-        """All messages that are here, waiting up to ``timeout`` seconds for the first."""
+        """All messages that are here, waiting up to ``timeout`` seconds for the first.
+
+        An agent that says what cannot be understood is given up, which is logged.
+        """
         messages, self._inbox = self._inbox, []
         if self._channel is None:
             return messages
         until = time.monotonic() + timeout
         while True:
             frames = self._channel.receive()
-            messages += [decode_to_client(frame) for frame in frames]
+            messages += self._decoded(frames)
             if not frames and (messages or self.ended or not self._ready(until)):
                 return messages
 
@@ -119,6 +122,19 @@ class AgentClient:
             while self._channel.unsent and not self._channel.ended and self._ready(until):
                 self._channel.flush()
             self._channel.close()
+
+    def _decoded(self, frames: list[bytes]) -> list[ToClient]:
+        messages = []
+        for frame in frames:
+            try:
+                messages.append(decode_to_client(frame))
+            except WireError as error:
+                self._fault = f"what it says cannot be understood ({error})"
+                logger.error("agent at %s given up: %s", self.endpoint, self._fault)
+                if self._channel is not None:
+                    self._channel.close()
+                break
+        return messages
 
     def _ready(self, until: float) -> bool:
         """Wait until something can be read, or sent if there is something to send."""

@@ -59,6 +59,9 @@ class Clients:
     def __len__(self) -> int:
         return len(self._hello_of)
 
+    def __contains__(self, client: bytes) -> bool:
+        return client in self._hello_of
+
     def tell(self, client: bytes, message: ToClient) -> None:
         """Send a message. One that reads nothing for too long is given up."""
         channel = self._channels.get(client)

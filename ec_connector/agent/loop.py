@@ -26,7 +26,7 @@ from ec_connector.agent.receive import has_message, take_answer, take_request
 from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
-from ec_connector.errors import WireError
+from ec_connector.errors import ConfigError, WireError
 from ec_connector.pool.blocks import BlockPool, Entry, EntryState
 from ec_connector.pool.region import Region
 from ec_connector.protocol.addresses import AllowList
@@ -44,7 +44,7 @@ from ec_connector.protocol.effects import (
     StopCopy,
     Tell,
 )
-from ec_connector.protocol.fingerprint import Identity, agree
+from ec_connector.protocol.fingerprint import Identity, agree, usable_factors
 from ec_connector.protocol.local import (
     AskStats,
     DropAll,
@@ -67,6 +67,9 @@ logger = logging.getLogger("vllm.ec_connector.agent")
 
 _BUDGET = 64
 """Messages taken from one socket before the others have their turn."""
+_LONGEST_MS = 60 * 60 * 1000
+"""The loop wakes at least this often while something has a deadline; a poll takes 24 days at most.
+"""
 _SWEEP_MS = 5
 """How often frames still leaving are looked at while a grant waits to end."""
 
@@ -193,7 +196,11 @@ class Agent:
             return 0
         waits = [self.producer.deadline(), self.consumer.deadline()]
         now = time.monotonic()
-        left = [max(0, int((when - now) * 1000) + 1) for when in waits if when is not None]
+        left = [
+            min(max(0, int((when - now) * 1000) + 1), _LONGEST_MS)
+            for when in waits
+            if when is not None
+        ]
         if self.transmitter.busy():
             left.append(_SWEEP_MS)
         return min(left, default=None)
@@ -205,9 +212,12 @@ class Agent:
         if (difference := agree(self._identity, theirs)) is not None:
             factor, mine, other = difference
             raise WireError(f"{factor} differs: {mine!r} at the agent, {other!r} at the client")
+        try:
+            factors = usable_factors(self._identity.factors | theirs.factors)
+        except ConfigError as error:
+            raise WireError(f"the factors of its clients together: {error}") from error
         self._identity = Identity(
-            self._identity.compatibility_hash or theirs.compatibility_hash,
-            self._identity.factors | theirs.factors,
+            self._identity.compatibility_hash or theirs.compatibility_hash, factors
         )
         self.producer.identity = self.consumer.identity = self._identity
         return Welcome(
@@ -222,6 +232,8 @@ class Agent:
         now = time.monotonic()
         if isinstance(message, Fetch):
             for item in message.items:
+                if client not in self.clients:
+                    return  # its end was noticed at the item before; nobody would release this one
                 self._do(self.consumer.fetch(client, item, now), now)
         elif isinstance(message, Release):
             for key in message.keys:

@@ -119,7 +119,11 @@ class PeerSockets:
             ipaddress.ip_address(address.host)
         except ValueError:
             name = f"resolve-{address.host}"[:60]
-            threading.Thread(target=self._resolve, args=(address,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._resolve, args=(address,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the host gives no more threads
+                self._changes.append(Refused(address, f"{address} is not resolved: {error}"))
         else:
             self._dial(address, [address.host])
 

@@ -34,14 +34,18 @@ class AgentProcess:
 
     def __init__(self, options: AgentOptions) -> None:
         timeout = START_SECONDS + START_SECONDS_PER_GIB * options.settings.pool_size / 2**30
-        self._process = subprocess.Popen(
-            # -P: a file in the current directory must not stand in for a module.
-            [sys.executable, "-P", "-m", "ec_connector.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
-        )
+        # -P: a file in the current directory must not stand in for a module.
+        command = [sys.executable, "-P", "-m", "ec_connector.agent"]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentStartError(f"cannot start {' '.join(command)}: {error}") from error
         self._stdout = self._process.stdout.fileno() if self._process.stdout is not None else -1
         try:
             facts = self._converse(options, timeout)
@@ -90,7 +94,13 @@ class AgentProcess:
             raise AgentStartError(
                 f"the agent {ended} within {timeout:g} s; its own words are on standard error"
             )
-        facts: dict[str, str] = json.loads(line)
+        try:
+            facts: dict[str, str] = json.loads(line)
+        except ValueError as error:
+            raise AgentStartError(
+                f"the agent's first line is not its own: {line[:200]!r}; something that Python "
+                "loads at its start writes to standard output"
+            ) from error
         if "error" in facts:
             raise AgentStartError(facts["error"])
         return facts

@@ -14,8 +14,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ec_connector.errors import ConfigError
+from ec_connector.protocol.messages import MAX_FACTORS
+
 MAX_FACTOR_CHARS = 64
 """A factor longer than this travels as its digest, so that a request stays small."""
+MAX_NAME_CHARS = 64
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -66,6 +70,33 @@ def short_digest(value: object) -> str:
     if len(text) <= MAX_FACTOR_CHARS:
         return text
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def usable_factors(factors: Mapping[str, object]) -> dict[str, str]:
+    """Factors as a request carries them, each value by :func:`short_digest`.
+
+    Raises:
+        ConfigError: too many, a name that is too long or no text, or a value that is not JSON.
+    """
+    if len(factors) > MAX_FACTORS:
+        raise ConfigError(
+            f"{len(factors)} factors are too many: a request carries {MAX_FACTORS}; "
+            "put several into one value"
+        )
+    usable = {}
+    for name, value in factors.items():
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise ConfigError(
+                f"factor {name!r}: give it a name of 1 to {MAX_NAME_CHARS} characters"
+            )
+        try:
+            usable[name] = short_digest(value)
+            (name + usable[name]).encode()
+        except (TypeError, ValueError) as error:  # not JSON; half a surrogate pair
+            raise ConfigError(
+                f"factor {name!r} has the value {value!r}, which cannot be sent: {error}"
+            ) from error
+    return usable
 
 
 def first_difference(

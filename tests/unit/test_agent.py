@@ -26,6 +26,9 @@ from ec_connector.errors import AgentLostError, AgentStartError
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     AskStats,
+    Fetch,
+    FetchItem,
+    Ready,
     Refused,
     Release,
     Stats,
@@ -203,6 +206,75 @@ def test_before_hello() -> None:
         assert isinstance(answer, Refused)
         assert "before Hello" in answer.message
         stranger.close()
+    finally:
+        process.stop()
+
+
+def test_client_that_ends_in_the_middle_of_its_wishes() -> None:
+    """None of them stays pinned or under way, also those that come after its end is noticed."""
+    process = AgentProcess(options())
+    try:
+        with FakeProducer(agent=process.endpoint) as producer:
+            for key in "abc":
+                producer.put(key, np.ones(10))
+            doomed = AgentClient(process.endpoint, "client")
+            doomed.hello(PATIENCE)
+            os.kill(process.pid, signal.SIGSTOP)
+            away = FetchItem("d", 60_000, "127.0.0.1", 1, 8, "uint8", [8])
+            doomed.send(Fetch([*(FetchItem(key, 60_000) for key in "abc"), away]))
+            doomed.close()
+            os.kill(process.pid, signal.SIGCONT)
+            values = stats(process)
+            while values["clients"] > 2:  # the producer's and that of the statistics
+                time.sleep(0.01)
+                values = stats(process)
+            assert (values["blocks_pinned"], values["fetching"]) == (0, 0)
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize("milliseconds", [2**31, 2**33, 2**62])
+def test_the_longest_patience(milliseconds: int) -> None:
+    """A deadline beyond what a poll can wait for does not end the agent."""
+    process = AgentProcess(options())
+    try:
+        with (
+            FakeProducer(agent=process.endpoint) as producer,
+            AgentClient(process.endpoint, "client") as client,
+        ):
+            client.hello(PATIENCE)
+            producer.announce("slow", np.ones(10))
+            client.send(Fetch([FetchItem("slow", milliseconds)]))
+            assert stats(process)["fetching"] == 1
+            producer.land("slow")
+            (answer,) = client.receive(PATIENCE)
+            assert isinstance(answer, Ready)
+    finally:
+        process.stop()
+
+
+def stats(process: AgentProcess) -> dict[str, int]:
+    """What an agent counts, asked by a client of its own."""
+    with AgentClient(process.endpoint, "client") as client:
+        client.hello(PATIENCE)
+        client.send(AskStats())
+        (answer,) = client.receive(PATIENCE)
+        assert isinstance(answer, Stats)
+        return answer.values
+
+
+def test_factors_of_too_many_kinds() -> None:
+    """A client whose factors no longer fit into a request is refused, naming the limit."""
+    process = AgentProcess(options())
+    try:
+        for number, fits in enumerate((True, False)):
+            factors = {f"factor {number}.{one}": "x" for one in range(20)}
+            with AgentClient(process.endpoint, "client", Identity(factors=factors)) as client:
+                if fits:
+                    client.hello(PATIENCE)
+                else:
+                    with pytest.raises(AgentLostError, match="40 factors are too many"):
+                        client.hello(PATIENCE)
     finally:
         process.stop()
 

@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ec_connector.errors import ConfigError
 from ec_connector.protocol.fingerprint import (
     MAX_FACTOR_CHARS,
     compute_ec_compatibility_hash,
     first_difference,
     short_digest,
+    usable_factors,
 )
 
 KNOWN = ("0.32.0", "acme/tiny-vl", "torch.bfloat16", 8192)
@@ -92,3 +94,32 @@ def test_values_without_a_stable_text_are_refused() -> None:
     """An object whose text may hold an address would never match on the other side."""
     with pytest.raises(TypeError):
         short_digest({"processor": object()})
+
+
+def test_usable_factors() -> None:
+    """Text as it is, other JSON values in their one form, long ones by their digest."""
+    assert usable_factors({"model": "m", "layers": 12, "sizes": {"b": 1, "a": [2]}}) == {
+        "model": "m",
+        "layers": "12",
+        "sizes": '{"a":[2],"b":1}',
+    }
+    assert usable_factors({"long": "x" * 1000})["long"] == short_digest("x" * 1000)
+    assert len(usable_factors({f"f{number}": 1 for number in range(32)})) == 32
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [
+        ({f"f{number}": 1 for number in range(33)}, "33 factors"),
+        ({"n" * 65: 1}, "1 to 64 characters"),
+        ({"": 1}, "1 to 64 characters"),
+        ({"model": object()}, "'model'"),
+        ({"bro\ud800ken": "x"}, "cannot be sent"),
+        ({"model": "bro\ud800ken"}, "cannot be sent"),
+        ({"model": "bro\ud800ken" * 100}, "cannot be sent"),
+    ],
+)
+def test_unusable_factors(factors: dict[str, object], words: str) -> None:
+    """Refused at the start, not at the first request, and by name."""
+    with pytest.raises(ConfigError, match=words):
+        usable_factors(factors)
