@@ -43,14 +43,19 @@ def array_of(raw: np.ndarray[Any, Any], name: str, shape: Sequence[int]) -> np.n
         DTypeError: an unknown type, or bytes that are not of this type and shape.
     """
     if name[:1] in "<>|=" and name:
-        dtype = np.dtype(name)
+        try:
+            dtype = np.dtype(name)
+        except TypeError as error:
+            raise DTypeError(f"dtype {name!r} is none of numpy's") from error
         if dtype.kind not in _KINDS or dtype.hasobject:
             raise DTypeError(f"dtype {name!r} cannot be carried")
     else:
         nbytes_of(shape, name)
         dtype = np.dtype(lookup(name).carrier)
+    if min(shape, default=0) < 0:  # numpy would find a size for it
+        raise DTypeError(f"{list(shape)} is no shape")
     try:
         return raw.view(dtype).reshape(tuple(shape))
-    except ValueError as error:
+    except (OverflowError, ValueError) as error:
         text = f"{raw.nbytes} bytes are not {list(shape)} of {name}"
         raise DTypeError(text) from error

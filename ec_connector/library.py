@@ -25,18 +25,21 @@ import numpy as np
 from ec_connector.agent.link import EngineLink, LinkDown, LinkUp
 from ec_connector.arrays import array_of, bytes_of
 from ec_connector.config import Settings
+from ec_connector.dtypes import DTypeError
 from ec_connector.errors import (
     AgentDownError,
     AgentLostError,
+    ConfigError,
     DeadlineError,
     ItemMissingError,
     MismatchError,
     PoolError,
     RegionError,
+    WireError,
     fetch_error,
 )
 from ec_connector.pool.region import Region
-from ec_connector.protocol.fingerprint import Identity
+from ec_connector.protocol.fingerprint import Identity, usable_factors
 from ec_connector.protocol.local import (
     Failed,
     Fetch,
@@ -49,21 +52,25 @@ from ec_connector.protocol.local import (
     ReserveItem,
     Saved,
     ToClient,
+    decode_to_agent,
+    encode_local,
 )
 
 ANSWER_SECONDS = 5.0
 """An agent answers in well under a millisecond; one that takes this long is stuck."""
 GRACE_SECONDS = 0.5
 """How much later than the agent a client gives up on its own."""
+LONGEST_FETCH = 86400.0
 
 
 class _Member:
     """What Producer and Consumer share: an agent, its region, one call at a time."""
 
-    def __init__(self, factors: Mapping[str, str] | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, factors: Mapping[str, object] | None, settings: Mapping[str, Any]) -> None:
         self.settings = Settings.parse(settings)
         self._lock = threading.Lock()
-        self._link = EngineLink(self.settings, Identity(factors=dict(factors or {})), "client")
+        identity = Identity(factors=usable_factors(factors or {}))
+        self._link = EngineLink(self.settings, identity, "client")
         self._welcome = self._link.start()
         try:
             self._region = Region.open(self._welcome.region, writable=True)
@@ -130,15 +137,15 @@ class Producer(_Member):
     """Puts arrays into a pool and serves them to consumers.
 
     Args:
-        factors: what this encoder is, by name (``{"model": ..., "weights": ...}``). A
-            consumer that knows one of them otherwise is refused.
+        factors: what this encoder is, by name (``{"model": ..., "weights": ...}``), JSON
+            values. A consumer that knows one of them otherwise is refused.
         settings: the configuration keys (``pool_size``, ``bind_host``, ``port`` ...).
 
     Raises:
         ConfigError, AgentStartError, RegionError: see :mod:`ec_connector.errors`.
     """
 
-    def __init__(self, *, factors: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, factors: Mapping[str, object] | None = None, **settings: Any) -> None:
         super().__init__(factors, settings)
         self._calls = 0
 
@@ -152,7 +159,7 @@ class Producer(_Member):
         ``dtype="bfloat16"``. A key that is held already gets the new bytes.
 
         Raises:
-            PoolError: no room for it now, or ever.
+            PoolError: no room for it now, or ever, or a key that cannot be announced.
             AgentLostError: the agent died or does not answer.
             DTypeError: an element type that cannot be carried.
         """
@@ -189,6 +196,10 @@ class Producer(_Member):
     def _reserve(self, item: ReserveItem) -> ReservedItem:
         self._calls += 1
         message = Reserve(self._calls, self._calls, [item], replace=True)
+        try:
+            _check_sendable(message)
+        except WireError as error:
+            raise PoolError(f"an item of key {item.key!r} cannot be announced: {error}") from error
 
         def to_me(answer: ToClient) -> bool:
             return isinstance(answer, Reserved) and answer.seq == message.seq
@@ -210,7 +221,7 @@ class Consumer(_Member):
         settings: the configuration keys (``pool_size``, ``fetch_timeout``, ``planes`` ...).
     """
 
-    def __init__(self, *, factors: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, factors: Mapping[str, object] | None = None, **settings: Any) -> None:
         super().__init__(factors, settings)
 
     def fetch(
@@ -224,8 +235,11 @@ class Consumer(_Member):
 
         Raises:
             FetchError: the subclass says why it cannot be had.
+            ConfigError: ``timeout`` is no number of seconds up to a day.
         """
         seconds = self.settings.fetch_timeout if timeout is None else timeout
+        if not 0 <= seconds <= LONGEST_FETCH:
+            raise ConfigError(f"timeout={seconds!r}: give seconds from 0 to {LONGEST_FETCH:g}")
         item = _wanted(key, announcement, seconds)
         with self._lock:
             try:
@@ -261,14 +275,17 @@ class Consumer(_Member):
             offset += len(view)
         if self._region.generation(ready.extents[0][0]) != ready.generation:
             raise MismatchError(f"{ready.key!r} was overwritten while it was read")
-        return array_of(raw, ready.dtype, ready.shape)
+        try:
+            return array_of(raw, ready.dtype, ready.shape)
+        except DTypeError as error:
+            raise MismatchError(f"{ready.key!r} is no array: {error}") from error
 
 
 def _wanted(key: str, announcement: Mapping[str, Any], seconds: float) -> FetchItem:
     if not announcement.get("peer_host"):
         raise ItemMissingError(f"{key!r} is announced without an address: its producer had no room")
     try:
-        return FetchItem(
+        item = FetchItem(
             key=key,
             timeout_ms=max(1, int(seconds * 1000)),
             peer_host=str(announcement["peer_host"]),
@@ -277,5 +294,12 @@ def _wanted(key: str, announcement: Mapping[str, Any], seconds: float) -> FetchI
             dtype=str(announcement["dtype"]),
             shape=[int(size) for size in announcement["shape"]],
         )
-    except (KeyError, TypeError, ValueError) as error:
+        _check_sendable(Fetch([item]))
+    except (KeyError, OverflowError, TypeError, ValueError, WireError) as error:
         raise MismatchError(f"the announcement of {key!r} is unusable: {error!r}") from error
+    return item
+
+
+def _check_sendable(message: Fetch | Reserve) -> None:
+    """Raise WireError for what an agent would not understand: numbers beyond 64 bits, no text."""
+    decode_to_agent(encode_local(message))

@@ -26,7 +26,9 @@ def read_source(params: Any, key: str, rows: int, dtype: str) -> Source | None:
     if not isinstance(entry, dict) or not entry.get("peer_host"):
         return None
     host, port = entry["peer_host"], _whole(entry, "peer_port")
-    if not isinstance(host, str) or len(host) > 253 or not 0 < port < 65536:
+    # Half a surrogate pair is text to Python, but nothing that a message could hold.
+    spelled = isinstance(host, str) and len(host) <= 253 and host.isprintable()
+    if not spelled or not 0 < port < 65536:
         raise BadAnnouncement("peer_host and peer_port are no address")
     nbytes, shape = _whole(entry, "size_bytes"), entry.get("shape")
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_whole, shape)):

@@ -28,7 +28,7 @@ class FakeProducer(Producer):
     process of its own, its sockets and its pool.
     """
 
-    def __init__(self, *, factors: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, factors: Mapping[str, object] | None = None, **settings: Any) -> None:
         super().__init__(factors=factors, **settings)
         self._unsaved: dict[str, tuple[ReservedItem, np.ndarray[Any, Any]]] = {}
         self._paused = 0

@@ -43,6 +43,7 @@ def test_nothing_announced(params: object) -> None:
     [
         {"peer_host": 5},
         {"peer_host": "x" * 300},
+        {"peer_host": "bro\ud800ken"},
         {"peer_port": 0},
         {"peer_port": 70000},
         {"peer_port": "5000"},

@@ -138,14 +138,20 @@ def test_deadline(producer: FakeProducer, consumer: Consumer) -> None:
         ({"peer_host": "10.1.2.3"}, PeerRefusedError),
         ({"peer_host": "0.0.0.0"}, PeerRefusedError),
         ({"peer_host": "no.such.host.invalid"}, PeerRefusedError),
-        ({"peer_host": "bro\ud800ken"}, FetchError),
+        ({"peer_host": "bro\ud800ken"}, MismatchError),
         ({"peer_port": 1}, PeerUnreachableError),
         ({"peer_port": 0}, FetchError),
         ({"peer_port": 70_000}, FetchError),
         ({"peer_port": "x"}, MismatchError),
         ({"size_bytes": 7}, MismatchError),
         ({"size_bytes": -1}, MismatchError),
-        ({"size_bytes": 2**70}, FetchError),
+        ({"size_bytes": 2**70}, MismatchError),
+        ({"size_bytes": float("inf")}, MismatchError),
+        ({"size_bytes": None}, MismatchError),
+        ({"shape": 4}, MismatchError),
+        ({"shape": [float("nan")]}, MismatchError),
+        ({"shape": [2**63, 0], "size_bytes": 0}, FetchError),
+        ({"dtype": "bro\ud800ken"}, MismatchError),
         ({"shape": [5]}, MismatchError),
         ({"shape": [-4]}, MismatchError),
         ({"dtype": "int8"}, MismatchError),
@@ -162,6 +168,39 @@ def test_announcements_that_lie(
         consumer.fetch("other name" if "peer" in str(change) else "honest",
                        announcement | change, timeout=4.0)  # fmt: skip
     assert (consumer.fetch("honest", announcement) == rows).all()
+
+
+@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), 1e30])
+def test_no_time_to_wait(timeout: float, producer: FakeProducer, consumer: Consumer) -> None:
+    """The value is named, and nothing is asked."""
+    announcement = producer.put("a", np.ones(4))
+    with pytest.raises(ConfigError, match=rf"timeout={timeout!r}.*86400".replace("+", r"\+")):
+        consumer.fetch("a", announcement, timeout=timeout)
+
+
+@pytest.mark.parametrize("key", ["bro\ud800ken", "k" * 600, 5])
+def test_keys_that_cannot_travel(key: Any, producer: FakeProducer, consumer: Consumer) -> None:
+    """Said at once by either side."""
+    begun = time.monotonic()
+    with pytest.raises(PoolError, match="key"):
+        producer.put(key, np.ones(4))
+    with pytest.raises(FetchError):
+        consumer.fetch(key, producer.put("a", np.ones(4)))
+    assert time.monotonic() - begun < 4.0
+
+
+def test_factors() -> None:
+    """Any JSON value, however long; what no request could carry is refused by name."""
+    long = {"model": "m" * 100_000, "layers": 12}
+    with (
+        Producer(factors=long, **SMALL) as producer,
+        Consumer(factors=long, **SMALL) as consumer,
+        Consumer(factors={"layers": 13}, **SMALL) as other,
+    ):
+        announcement = producer.put("a", np.ones(4))
+        assert (consumer.fetch("a", announcement) == 1).all()
+        with pytest.raises(IncompatibleError, match=r"layers differs: '12'.*'13'"):
+            other.fetch("a", announcement)
 
 
 def test_other_weights(producer: FakeProducer) -> None:
