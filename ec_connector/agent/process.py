@@ -20,6 +20,7 @@ START_SECONDS = 30.0
 START_SECONDS_PER_GIB = 5.0
 """A start takes a third of a second, and up to 3 s for each GiB that is prefaulted."""
 _LINE_LIMIT = 64 * 1024
+_LAST_MOMENT = 1.0
 
 
 class AgentProcess:
@@ -89,11 +90,12 @@ class AgentProcess:
                 stdin.flush()
         line = self._first_line(timeout)
         if not line.endswith(b"\n"):
-            status = self._process.poll()
-            ended = "did not answer" if status is None else f"ended with status {status}"
-            raise AgentStartError(
-                f"the agent {ended} within {timeout:g} s; its own words are on standard error"
-            )
+            try:
+                # Its output ends a moment before it does.
+                what = f"ended with status {self._process.wait(_LAST_MOMENT)} before it served"
+            except subprocess.TimeoutExpired:
+                what = f"did not answer within {timeout:g} s"
+            raise AgentStartError(f"the agent {what}; its own words are on standard error")
         try:
             facts: dict[str, str] = json.loads(line)
         except ValueError as error:
