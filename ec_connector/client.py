@@ -89,7 +89,7 @@ class AgentClient:
                 return messages
 
     def hello(self, timeout: float) -> Welcome:
-        """The agent's welcome; other messages that come first are kept for ``receive``.
+        """The agent's welcome; other messages that come with it are kept for ``receive``.
 
         Raises:
             AgentLostError: no answer within ``timeout`` seconds, another version, or
@@ -98,7 +98,8 @@ class AgentClient:
         until = time.monotonic() + timeout
         kept: list[ToClient] = []
         while (left := until - time.monotonic()) > 0:
-            for message in self.receive(left):
+            messages = self.receive(left)
+            for number, message in enumerate(messages, start=1):
                 if isinstance(message, Refused):
                     raise AgentLostError(f"the agent at {self.endpoint} refuses: {message.message}")
                 if not isinstance(message, Welcome):
@@ -109,7 +110,7 @@ class AgentClient:
                         f"this process {LOCAL_VERSION}: install the same ec-connector for both"
                     )
                 else:
-                    self._inbox = kept + self._inbox
+                    self._inbox = kept + messages[number:]
                     return message
             if self.ended:
                 raise AgentLostError(f"no agent at {self.endpoint}: {self._fault}")
