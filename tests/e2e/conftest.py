@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+            item.add_marker(pytest.mark.leaves("engines go on for the tests that come after"))
 
 
 if find_spec("vllm") is None:
