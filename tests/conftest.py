@@ -25,7 +25,8 @@ from hypothesis import settings
 # machine must not make a test fail. HYPOTHESIS_PROFILE=search looks for new ones.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=2000)
-settings.load_profile("default")
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
+settings.load_profile(PROFILE)
 
 A_MOMENT = 5.0
 """Seconds in which what a test ended may still be going."""
@@ -39,6 +40,12 @@ strangers: set[str] = set()
 """Processes of others, so that each is looked at once."""
 
 Holdings = Counter[tuple[str, str]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A search takes as long as it takes."""
+    for item in items if PROFILE == "search" else ():
+        item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(autouse=True)
