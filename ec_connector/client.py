@@ -82,6 +82,7 @@ class AgentClient:
         if self._channel is None:
             return messages
         until = time.monotonic() + timeout
+        self._channel.flush()
         while True:
             frames = self._channel.receive()
             messages += self._decoded(frames)

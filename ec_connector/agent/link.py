@@ -64,6 +64,7 @@ class EngineLink:
         self._options = AgentOptions(settings=settings, identity=identity, owner_pid=os.getpid())
         self._role = role
         self._client: AgentClient | None = None
+        self._serving: AgentProcess | None = None  # whose end self._client is
         self._arrivals: queue.SimpleQueue[_Successor | LinkDown] = queue.SimpleQueue()
         self._process: AgentProcess | None = None
         self._closing = threading.Event()
@@ -95,13 +96,13 @@ class EngineLink:
             AgentLostError: it came up and does not answer, or is of another version.
         """
         if self._options.settings.agent:
-            welcome = self._take(self._meet(self._options.settings.agent))
+            welcome = self._take(self._meet(self._options.settings.agent, None))
             with contextlib.suppress(OSError):
                 self._lifeline = os.pidfd_open(welcome.agent_pid)
             return welcome
         self._process = AgentProcess(self._options)
         try:
-            welcome = self._take(self._meet(self._process.endpoint))
+            welcome = self._take(self._meet(self._process.endpoint, self._process))
         except AgentError:
             self._process.stop(0)
             raise
@@ -152,7 +153,12 @@ class EngineLink:
             reason = f"the agent (pid {pid}) ended; it was not started here"
             logger.error("%s, so no other is", reason)
             events.append(LinkDown(reason))
-        elif timeout > 0 and not serving and not events:
+        elif self._client is not None and not serving and self._serving is not None:
+            # As a rule it is dying anyway. One that lives and does not talk to its engine is
+            # of no use; the keeper starts another.
+            logger.error("the agent (pid %d) has broken its connection; ending it", self.agent_pid)
+            self._serving.kill()
+        if timeout > 0 and not serving and not events:
             # The keeper knows the agent's end a moment after its connection does.
             with contextlib.suppress(queue.Empty):
                 events.append(self._follow(self._arrivals.get(timeout=timeout)))
@@ -166,6 +172,7 @@ class EngineLink:
 
     def _take(self, successor: _Successor) -> Welcome:
         self._client, self.welcome = successor.client, successor.welcome
+        self._serving = successor.process
         return successor.welcome
 
     def _part(self) -> None:
@@ -205,7 +212,7 @@ class EngineLink:
             try:
                 process = AgentProcess(self._options)
                 # Here, not in the engine's thread: that one must not wait for an answer.
-                successor = self._meet(process.endpoint)
+                successor = self._meet(process.endpoint, process)
             except (AgentError, OSError) as error:
                 if process is not None:
                     process.stop(0)
@@ -221,10 +228,10 @@ class EngineLink:
             process.stop()
         return None
 
-    def _meet(self, endpoint: str) -> _Successor:
+    def _meet(self, endpoint: str, process: AgentProcess | None) -> _Successor:
         client = AgentClient(endpoint, self._role, self._options.identity)
         try:
-            return _Successor(client, client.hello(HELLO_SECONDS))
+            return _Successor(client, client.hello(HELLO_SECONDS), process)
         except AgentLostError:
             client.close()
             raise
@@ -234,6 +241,7 @@ class EngineLink:
 class _Successor:
     client: AgentClient
     welcome: Welcome
+    process: AgentProcess | None
 
 
 def _ended(pidfd: int) -> bool:

@@ -68,6 +68,11 @@ class AgentProcess:
         """Whether it still runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End it at once. Returns before it is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     def stop(self, patience: float = 2.0) -> None:
         """End it: SIGTERM, then SIGKILL after ``patience`` seconds. Returns when it is gone."""
         with contextlib.suppress(ProcessLookupError):

@@ -242,6 +242,21 @@ def test_an_agent_that_does_not_read(script: Script, client: AgentClient) -> Non
     assert len(read) == 1 + sent
 
 
+def test_a_look_sends_what_is_queued(script: Script, client: AgentClient) -> None:
+    """An engine that only polls must not keep to itself what the agent had no room for."""
+    key = "k" * 1_000_000
+    while client._channel is not None and not client._channel.unsent:
+        assert client.send(Release([key]))
+    read: list[object] = []
+    reader = threading.Thread(target=lambda: read.extend(script.heard(2)))
+    reader.start()
+    until = time.monotonic() + PATIENCE
+    while reader.is_alive() and time.monotonic() < until:
+        client.receive()
+    reader.join(PATIENCE)
+    assert read[1] == Release([key])
+
+
 def test_close_gives_last_words_a_moment(script: Script) -> None:
     """A release just before the end is not lost, if the agent reads."""
     client = AgentClient(script.endpoint, "client")

@@ -152,6 +152,20 @@ def test_killed_again_and_again(link: EngineLink, monkeypatch: pytest.MonkeyPatc
     assert pauses == [0.05, 0.1, 0.2]
 
 
+def test_an_agent_that_lives_and_talks_no_more(link: EngineLink) -> None:
+    """One whose connection is broken is ended, and another one serves."""
+    before = link.start()
+    assert link._client is not None
+    assert link._client._channel is not None
+    link._client._channel.ended = True
+    events = until(is_up_again, link)
+    assert [type(event) for event in events] == [LinkDown, LinkUp]
+    assert not alive(before.agent_pid)
+    assert link.send(AskStats())
+    answered = until(lambda seen: any(isinstance(event, Stats) for event in seen), link)
+    assert [type(event) for event in answered] == [Stats]
+
+
 def test_rows_of_a_dead_agent_stay_readable(link: EngineLink) -> None:
     """The region is memory that the engine maps, too."""
     welcome = link.start()
