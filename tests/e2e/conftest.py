@@ -46,10 +46,13 @@ V2_ENV = {
     "PYTHONPATH": str(HERE / "v2_site"),
 }
 TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+# Two ranks that spin, each bound to a core, can leave an agent none for seconds where there are
+# only two; what this engine is asked here is not how soon it gives up.
+PATIENT = {"fetch_timeout": "90s", "connect_timeout": "60s"}
 
 
 # Quick to make again when an agent was killed, with other engines on the same cores.
-SMALL_POOL = {"ec_connector_extra_config": {"pool_size": "128MiB"}}
+SMALL_POOL = {"pool_size": "128MiB"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Role:
     model: str = "qwen"
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def roles() -> dict[str, Role]:
@@ -78,6 +82,7 @@ def roles() -> dict[str, Role]:
             CONSUMER,
             options=("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"),
             env=TP2_ENV,
+            settings=PATIENT,
         ),
         "producer-dtype": Role(PRODUCER, options=("--dtype", "float32")),
         "producer-model": Role(PRODUCER, model="other"),
@@ -129,7 +134,8 @@ class Fleet:
             port,
             *COUNTING_OPTIONS,
             *role.options,
-            ec=role.ec and {**role.ec, **SMALL_POOL},
+            ec=role.ec
+            and {**role.ec, "ec_connector_extra_config": {**SMALL_POOL, **role.settings}},
         )
         # As many cores apart as there are: a producer and its consumer never share one.
         env = {**vllm_env(len(self._running)), **COUNTING_ENV, **role.env}

@@ -41,8 +41,10 @@ def test_two_ranks_load_what_one_producer_saved(
     bare = chat_body([f], "What is to be seen?")
     before = metrics(consumer.url)
 
-    loaded = [decode(consumer, body, encode(producer, body)) for body in asked]
+    # All of them first: with both cores spinning in the consumer, the producer's agent may be late.
+    announcements = [encode(producer, body) for body in asked]
     announced = encode(producer, bare)
+    loaded = [decode(consumer, body, own) for body, own in zip(asked, announcements, strict=True)]
     sent, replaced = metadata_only(bare, announced)
     assert replaced == 1
     loaded.append(decode(consumer, sent, announced))
