@@ -107,8 +107,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int, _size(PAGE, GiB, "Payload bytes of one message on the zmq plane.")
     ] = MiB
     window: Annotated[
-        int, _size(PAGE, 16 * GiB, "Payload bytes under way to one peer; chunk_size or more.")
+        int,
+        _size(
+            PAGE,
+            256 * MiB,
+            "Payload bytes of a transfer under way at first; grows with the link. "
+            "chunk_size or more.",
+        ),
     ] = 8 * MiB
+    lanes: Annotated[
+        int, _count(1, 16, "Connections to one busy peer on the zmq plane, and I/O threads.")
+    ] = 2
     planes: Annotated[
         list[str], _texts("Ways for the bytes to travel, best first. Known: memory, zmq.")
     ] = msgspec.field(default_factory=lambda: ["memory", "zmq"])

@@ -85,7 +85,7 @@ class Agent:
     def __init__(self, options: AgentOptions) -> None:
         settings = options.settings
         self.agent_id = secrets.token_hex(8)
-        self._context = zmq.Context()
+        self._context = zmq.Context(settings.lanes)  # one I/O thread each
         # A peer takes three: the connection, and both ends of what watches it.
         limit = self._context.get(zmq.SOCKET_LIMIT)
         self._context.max_sockets = min(64 + 3 * settings.max_peers, limit)
@@ -122,6 +122,7 @@ class Agent:
             window_bytes=settings.window,
             connect_timeout=settings.connect_timeout,
             max_peers=settings.max_peers,
+            lanes=settings.lanes,
         )
         self.desk = SaveDesk(self.pool)
         self.transmitter = Transmitter(self.router, self.region, self.pool)

@@ -15,6 +15,8 @@ from typing import Final
 from ec_connector.errors import InternalError
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Address, Connect, Disconnect, Effect
+from ec_connector.protocol.flow import Flow
+from ec_connector.protocol.messages import MAX_CREDIT_BYTES
 
 PEER_IDLE_SECONDS: Final = 60.0
 
@@ -31,6 +33,8 @@ class PeerState(enum.Enum):
 class _Peer:
     state: PeerState
     since: float
+    flow: Flow
+    streams: bool = False
     users: set[str] = field(default_factory=set)
 
 
@@ -50,10 +54,14 @@ class Connections:
     Args:
         connect_timeout: seconds a producer may be away before its fetches fail.
         max_peers: connections held at one time.
+        lanes: connections to one producer.
+        window: payload bytes under way to begin with, on each.
     """
 
-    def __init__(self, connect_timeout: float, max_peers: int) -> None:
+    def __init__(self, connect_timeout: float, max_peers: int, lanes: int, window: int) -> None:
         self.max_peers = max_peers
+        self._lanes = lanes
+        self._window = window
         self._connect_timeout = connect_timeout
         self._peers: dict[Address, _Peer] = {}
         self._clock: Deadlines[Address] = Deadlines()
@@ -65,12 +73,41 @@ class Connections:
         """Whether this would be one connection too many."""
         return address not in self._peers and len(self._peers) >= self.max_peers
 
+    def lane(self, address: Address) -> Address:
+        """The connection to this producer that the next fetch should use.
+
+        The least used one; another one where all are in use, for bytes that wait in a socket
+        behind others. Only where bytes come through sockets, and where one is connected.
+        """
+        lanes = [address._replace(lane=number) for number in range(self._lanes)]
+        known = [lane for lane in lanes if lane in self._peers]
+        ready = [lane for lane in known if self._peers[lane].state is PeerState.UP] or known
+        best = min(ready, key=lambda lane: len(self._peers[lane].users), default=address)
+        peer = self._peers.get(best)
+        if peer is None or not (peer.users and peer.streams and peer.state is PeerState.UP):
+            return best
+        if len(known) == len(lanes) or len(self._peers) >= self.max_peers:
+            return best
+        return next(lane for lane in lanes if lane not in self._peers)
+
+    def streamed(self, address: Address, seconds: float) -> Flow:
+        """Bytes come through this connection's socket; the answer to the question took so long."""
+        peer = self._peers[address]
+        peer.streams = True
+        peer.flow.answered(seconds)
+        return peer.flow
+
+    def flow(self, address: Address) -> Flow:
+        """The window of a connection in use."""
+        return self._peers[address].flow
+
     def use(self, address: Address, key: str, now: float) -> list[Effect]:
         """A fetch needs this producer from now on."""
         peer = self._peers.get(address)
         effects: list[Effect] = []
         if peer is None:
-            peer = self._peers[address] = _Peer(PeerState.CONNECTING, now)
+            flow = Flow(self._window, MAX_CREDIT_BYTES)
+            peer = self._peers[address] = _Peer(PeerState.CONNECTING, now, flow)
             self._clock.set(address, now + self._connect_timeout)
             effects.append(Connect(address))
         elif peer.state is PeerState.UP:

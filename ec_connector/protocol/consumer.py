@@ -59,7 +59,7 @@ from ec_connector.protocol.messages import (
     XferReq,
     XferStatus,
 )
-from ec_connector.protocol.producer import MAX_CREDIT_BYTES, MAX_PARK_SECONDS
+from ec_connector.protocol.producer import MAX_PARK_SECONDS
 
 OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
@@ -104,6 +104,10 @@ class _Fetch:
     xfer_id: int = 0
     received: int = 0
     owed_credit: int = 0
+    asked_at: float = 0.0
+    window: int = 0
+    window_began: float = 0.0
+    window_received: int = 0
     backoff: float = FIRST_BACKOFF
     plane: str = ""
 
@@ -125,9 +129,10 @@ class ConsumerMachine:
         session_id: names this consumer at producers; unique per agent process.
         planes: planes this consumer can use, best first.
         chunk_bytes: largest run of payload in one message.
-        window_bytes: payload in flight per transfer.
+        window_bytes: payload in flight per transfer, to begin with (see ``Flow``).
         connect_timeout: seconds a peer may be away before its fetches fail.
         max_peers: connections held at one time.
+        lanes: connections to one peer.
     """
 
     def __init__(
@@ -141,17 +146,16 @@ class ConsumerMachine:
         window_bytes: int = 8 << 20,
         connect_timeout: float = 2.0,
         max_peers: int = 256,
+        lanes: int = 1,
     ) -> None:
         self._pool = pool
         self.identity = identity
         self._session = session_id
         self._planes = list(planes)
         self._chunk = chunk_bytes
-        # Credit beyond the producer's limit would never come back as bytes.
-        self._window = min(window_bytes, MAX_CREDIT_BYTES)
         self._fetches: dict[str, _Fetch] = {}
         self._by_xfer: dict[int, str] = {}
-        self._peers = Connections(connect_timeout, max_peers)
+        self._peers = Connections(connect_timeout, max_peers, lanes, window_bytes)
         # A key can stand for several generations: one delivered before its key got new content.
         self._pinned: dict[bytes, dict[str, list[Entry]]] = {}
         self._waiting_for_room: dict[str, None] = {}
@@ -189,7 +193,7 @@ class ConsumerMachine:
             return [self._failed(client, item, "missing", text)]
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
-        address = Address(item.peer_host, item.peer_port)
+        address = self._peers.lane(Address(item.peer_host, item.peer_port))
         fetch = _Fetch(item, address, FetchState.LOCAL)
         fetch.waiters[client] = waiter
         self._fetches[item.key] = fetch
@@ -318,6 +322,8 @@ class ConsumerMachine:
             )
             return [copy]
         fetch.state = FetchState.RECEIVING
+        self._peers.streamed(fetch.address, now - fetch.asked_at)
+        fetch.window_began, fetch.window_received = now, 0
         if payload is None:
             return []
         return self._landed(key, payload, fetch.entry.nbytes, now)
@@ -458,6 +464,7 @@ class ConsumerMachine:
         self._renumber(fetch)
         fetch.state = FetchState.ASKED
         fetch.received = fetch.owed_credit = 0
+        fetch.asked_at, fetch.window = now, self._peers.flow(fetch.address).window
         patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
             mm_hash=key,
@@ -466,7 +473,7 @@ class ConsumerMachine:
             xfer_id=fetch.xfer_id,
             fingerprint=dict(self.identity.factors),
             planes=[plane for plane in self._planes if plane != without],
-            credit_bytes=self._window,
+            credit_bytes=fetch.window,
             chunk_bytes=self._chunk,
             timeout_ms=int(min(max(patience, 0.001), MAX_PARK_SECONDS) * 1000),
         )
@@ -521,7 +528,13 @@ class ConsumerMachine:
             done = self._done_effects(fetch)
             return [*self._deliver(key, entry, fetch.plane, now), *done]
         fetch.owed_credit += payload
-        if fetch.owed_credit < self._window // 4:
+        fetch.window_received += payload
+        if fetch.window_received >= fetch.window:
+            flow = self._peers.flow(fetch.address)
+            window = flow.passed(fetch.window, now - fetch.window_began)
+            fetch.owed_credit += window - fetch.window
+            fetch.window, fetch.window_began, fetch.window_received = window, now, 0
+        if fetch.owed_credit < fetch.window // 4:
             return []
         credit = XferCredit(self._session, key, fetch.xfer_id, fetch.owed_credit)
         fetch.owed_credit = 0

@@ -24,10 +24,11 @@ from ec_connector.protocol.messages import (
 
 
 class Address(NamedTuple):
-    """A producer agent's address as it was announced."""
+    """A producer agent's address as it was announced; ``lane``: which connection to it."""
 
     host: str
     port: int
+    lane: int = 0
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

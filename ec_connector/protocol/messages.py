@@ -41,6 +41,8 @@ MAX_HASH_CHARS = 512
 MAX_TEXT_CHARS = 4096
 MAX_FACTORS = 32
 MAX_RANK = 8
+MAX_CREDIT_BYTES = 256 * 1024 * 1024
+"""Payload under way on one grant; credit beyond it is not kept."""
 MAX_EXTENTS = 16
 """An item in more pieces travels over ZMQ, so an ack stays below 1 KiB."""
 

@@ -34,6 +34,7 @@ from ec_connector.protocol.effects import Effect, EndGrant, SendToConsumer, Span
 from ec_connector.protocol.fingerprint import Identity, agree
 from ec_connector.protocol.messages import (
     EC_CONNECTOR_VERSION,
+    MAX_CREDIT_BYTES,
     MAX_EXTENTS,
     MAX_TEXT_CHARS,
     RegionRef,
@@ -47,7 +48,6 @@ from ec_connector.protocol.messages import (
 
 MAX_CHUNK_BYTES: Final = 16 * 1024 * 1024
 MIN_CHUNK_BYTES: Final = 4 * 1024
-MAX_CREDIT_BYTES: Final = 256 * 1024 * 1024
 MAX_PARK_SECONDS: Final = 600.0
 
 GrantKey = tuple[str, str]

@@ -435,6 +435,78 @@ def test_chunks(bench: Bench) -> None:
     assert bench.machine.counts["bytes_received"] == 9000
 
 
+def test_a_window_that_holds_the_bytes_up_grows(bench: Bench) -> None:
+    """One that passes in a round trip is doubled: for this transfer at once, for the next ones."""
+    bench.fetch(nbytes=16000, now=0.0)
+    bench.answer(nbytes=16000, shape=[16000], now=1.0)
+    assert sum(c.nbytes for c in sent(bench.chunk(0, 4096, now=1.5), XferCredit)) == 4096
+    assert sum(c.nbytes for c in sent(bench.chunk(4096, 4096, now=1.9), XferCredit)) == 4096 + 8192
+    bench.chunk(8192, 7808, now=2.0)
+    bench.checked(bench.machine.release(ME, "a", 2.5))
+    (req,) = sent(bench.fetch(key="b", now=3.0), XferReq)
+    assert req.credit_bytes == 16384
+
+
+def test_a_window_on_a_short_way_stays(bench: Bench) -> None:
+    """More of it would wait in sockets, before whatever is asked for next."""
+    bench.fetch(nbytes=16000, now=0.0)
+    bench.answer(nbytes=16000, shape=[16000], now=0.1)
+    bench.chunk(0, 4096, now=0.3)
+    assert sum(c.nbytes for c in sent(bench.chunk(4096, 4096, now=0.4), XferCredit)) == 4096
+
+
+def connected(effects: list[Effect]) -> list[int]:
+    """Lanes that are being opened."""
+    return [e.address.lane for e in effects if isinstance(e, Connect)]
+
+
+def asked_on(effects: list[Effect]) -> list[int]:
+    """Lanes that questions go to."""
+    return [e.address.lane for e in effects if isinstance(e, SendToProducer)]
+
+
+def test_small_ones_pass_a_large_one() -> None:
+    """While bytes fill one connection, what is asked for next has another; then none is new."""
+    bench = Bench(lanes=2, max_peers=3)
+    assert connected(bench.fetch(nbytes=9000)) == [0]
+    bench.checked(bench.machine.peer_up(THERE, 0.0))
+    bench.answer(nbytes=9000, shape=[9000])
+    effects = bench.fetch(key="b")
+    assert (connected(effects), asked_on(effects)) == ([1], [1])
+    bench.checked(bench.machine.peer_up(THERE._replace(lane=1), 0.0))
+    effects = bench.fetch(key="c")
+    assert (connected(effects), asked_on(effects)) == ([], [0])
+    bench.fetch(key="d")
+    bench.chunk(0, 9000)
+    effects = bench.fetch(key="e")
+    assert (connected(effects), asked_on(effects)) == ([], [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "streams", "up"),
+    [
+        ({"lanes": 1}, True, True),
+        ({"lanes": 2, "max_peers": 1}, True, True),
+        ({"lanes": 2}, False, True),
+        ({"lanes": 2}, True, False),
+    ],
+    ids=["one lane", "no more connections", "nothing through sockets", "not connected"],
+)
+def test_one_lane_is_enough(options: dict[str, Any], streams: bool, up: bool) -> None:
+    """Where another would not be allowed, or be of no use."""
+    bench = Bench(**options)
+    bench.fetch(nbytes=9000)
+    bench.checked(bench.machine.peer_up(THERE, 0.0))
+    if streams:
+        bench.answer(nbytes=9000, shape=[9000])
+    else:
+        bench.grant_memory(nbytes=9000, shape=[9000])
+    if not up:
+        bench.checked(bench.machine.peer_down(THERE, 0.0))
+    effects = bench.fetch(key="b")
+    assert (connected(effects), asked_on(effects)) == ([], [0])
+
+
 @pytest.mark.parametrize(
     ("offset", "nbytes"), [(0, 0), (100, 4096), (0, 9001), (-1, 10), (2**62, 10)]
 )
