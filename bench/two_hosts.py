@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -32,9 +33,11 @@ from ec_connector.protocol.local import Failed, Fetch, FetchItem, Ready, Release
 
 HOSTS = {"ec-bench-a": "10.99.0.1", "ec-bench-b": "10.99.0.2"}
 A, B = HOSTS
-ITEMS = 4
+ITEMS = 6
+"""More than the consumer's pool holds, so that each fetch goes over the cable."""
+RELAY_PORT = 20007
 GBIT = 1_000_000_000
-CASES = [(10, 0.0), (1, 0.0), (1, 1.0), (1, 20.0)]
+CASES = [(10, 0.0), (10, 1.0), (1, 0.0), (1, 1.0), (1, 20.0)]
 """Rate in Gbit/s and delay in ms on each way."""
 
 
@@ -82,13 +85,15 @@ def fetch_all(items: list[FetchItem], at_once: int) -> tuple[float, float]:
                 if isinstance(event, Failed):
                     raise ECConnectorError(f"{event.key}: {event.reason}: {event.message}")
                 if isinstance(event, Ready):
+                    if event.plane != "zmq":
+                        raise ECConnectorError(f"{event.key} came by {event.plane}")
                     times.append(time.perf_counter() - begun.pop(event.key))
                     fetcher.link.send(Release([event.key]))
         rate = len(times) * LARGE / (time.perf_counter() - first)
     return statistics.median(times), rate
 
 
-async def relay(port: int, target: int, delay: float) -> None:
+async def relay(target: int, delay: float, listening: Callable[[], None]) -> None:
     """Pass bytes between whoever connects and the target, each ``delay`` seconds late."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -113,8 +118,9 @@ async def relay(port: int, target: int, delay: float) -> None:
         there = await asyncio.open_connection(HOSTS[A], target)
         await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
 
-    server = await asyncio.start_server(serve, HOSTS[A], port, limit=1 << 22)
+    server = await asyncio.start_server(serve, HOSTS[A], RELAY_PORT, limit=1 << 22)
     async with server:
+        listening()
         await server.serve_forever()
 
 
@@ -125,7 +131,7 @@ def part() -> None:
             items = msgspec.convert(arguments["items"], list[FetchItem])
             answer([fetch_all(items, at_once) for at_once in (1, 2)])
         else:
-            asyncio.run(relay(**arguments))
+            asyncio.run(relay(**arguments, listening=partial(answer, True)))
 
 
 def case(gbit: int, delay_ms: float) -> dict[str, float]:
@@ -139,12 +145,9 @@ def case(gbit: int, delay_ms: float) -> dict[str, float]:
         holder = stack.enter_context(Child("ec_connector.bench.holder", words, prefix=on[A]))
         items = holder.ask("items", 60.0)
         if delay_ms:
-            port = items[0]["peer_port"]
             late = stack.enter_context(Child("two_hosts", ["part"], prefix=on[A], env=here))
-            late.send(["relay", {"port": port % 20000 + 40000, "target": port,
-                                 "delay": delay_ms / 1e3}])  # fmt: skip
-            items = [item | {"peer_port": port % 20000 + 40000} for item in items]
-            time.sleep(1.0)
+            late.ask(["relay", {"target": items[0]["peer_port"], "delay": delay_ms / 1e3}], 10.0)
+            items = [item | {"peer_port": RELAY_PORT} for item in items]
         consumer = stack.enter_context(Child("two_hosts", ["part"], prefix=on[B], env=here))
         (one, one_rate), (_, two_rate) = consumer.ask(["fetch", {"items": items}], 300.0)
     return {
