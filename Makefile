@@ -20,7 +20,7 @@ python_of = $(call first_python,python$(1) $(wildcard $(HOME)/.pyenv/versions/$(
 # The other Pythons of this machine, for what needs no vLLM.
 OTHERS := $(foreach v,3.12 3.13,$(if $(call python_of,$(v)),$(v)))
 
-.PHONY: help env demo test lint quick others e2e bench clean $(OTHERS:%=quick-%)
+.PHONY: help env demo test lint quick others chaos e2e soak bench clean $(OTHERS:%=quick-%)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ env: ## make .venv: this package beside a CPU vLLM
 demo: env ## run a real producer/consumer pair on tiny models (ARGS="--image photo.jpg")
 	@$(BIN)/ec-connector demo $(ARGS)
 
-test: lint quick others e2e ## everything: lint, types, import rules, all tests
+test: lint quick others chaos e2e ## everything: lint, types, import rules, all tests
 
 lint: .venv/.lint-tools ## style, types, import rules
 	$(BIN)/ruff check .
@@ -40,13 +40,20 @@ lint: .venv/.lint-tools ## style, types, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-quick: env ## all tests but those that start vLLM engines
-	$(BIN)/python -m pytest -q -m "not e2e" $(ARGS)
+quick: env ## all tests that take no minutes
+	$(BIN)/python -m pytest -q -m "not e2e and not chaos" $(ARGS)
 
 others: $(OTHERS:%=quick-%) ## the same without vLLM, on the other Pythons found here
 
+chaos: env ## processes killed and stopped, networks broken, overload (two minutes)
+	$(BIN)/python -m pytest -q -m chaos $(ARGS)
+
 e2e: env ## the tests that start vLLM engines (minutes)
 	$(BIN)/python -m pytest -q -m e2e $(ARGS)
+
+SECONDS_OF_SOAK ?= 600
+soak: env ## random load and random faults (ten minutes; SECONDS_OF_SOAK=60)
+	$(BIN)/python -m tests.chaos.soak $(SECONDS_OF_SOAK)
 
 bench: .venv/.bench-tools ## measure beside the in-tree pair (minutes; ARGS="--json FILE --plot FILE")
 	$(BIN)/ec-connector bench $(ARGS)
@@ -65,7 +72,7 @@ clean: ## remove all that these targets made
 	@touch $@
 
 $(OTHERS:%=quick-%): quick-%: .venv-%/.made
-	.venv-$*/bin/python -m pytest -q -m "not e2e" $(ARGS)
+	.venv-$*/bin/python -m pytest -q -m "not e2e and not chaos" $(ARGS)
 
 .venv-%/.made: pyproject.toml
 	@echo "making .venv-$* (no vLLM)"
