@@ -8,6 +8,7 @@ a worker does. Items are filled by their key, so that wrong bytes are seen.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import zlib
 from typing import Any
@@ -197,10 +198,24 @@ class Engine:
 def main() -> None:
     """Serve the parent until it is done."""
     engine = Engine(msgspec.json.decode(sys.argv[1]))
+    one_at_a_time, done = threading.Lock(), threading.Event()
+
+    def listen() -> None:
+        # So that what ends is noted when it does, not when somebody asks.
+        while not done.wait(0.01):
+            with one_at_a_time:
+                engine.listen(0.0)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
     try:
         for (name, *arguments), answer in serve_parent():
-            answer(getattr(engine, name)(*arguments))
+            with one_at_a_time:
+                result = getattr(engine, name)(*arguments)
+            answer(result)
     finally:
+        done.set()
+        listener.join()
         engine.region.close()
         engine.link.close()
 

@@ -42,7 +42,6 @@ class Soak:
         self.worst = 0.0
         self.rests = 0
         self.asked = 0
-        self.held_up = 0.0  # seconds that the consumer's engine itself was stopped
 
     # ── load ─────────────────────────────────────────────────────────────────
 
@@ -85,18 +84,18 @@ class Soak:
         ends = self.world.consumer.ask("ended", list(self.open), seconds)
         now = time.monotonic()
         for key, end in ends.items():
-            begun, allowed = self.open.pop(key)
-            waited = now - begun
+            _, allowed = self.open.pop(key)
+            waited = end.get("seconds", 0.0)
             self.worst = max(self.worst, waited - allowed)
             what = end["end"] + (f" ({end['reason']})" if "reason" in end else "")
             self.endings[what] += 1
             if end["end"] not in ("ready", "failed", "agent lost"):
                 self.wrong.append(f"{key}: {end}")
-            if waited > allowed + GRACE + self.held_up:
+            if waited > allowed + GRACE:
                 self.wrong.append(f"{key} ended {waited - allowed:.1f} s late: {end}")
         self.world.consumer.ask("release", list(ends))
         for key, (begun, allowed) in list(self.open.items()):
-            if now - begun > allowed + 10.0 + self.held_up:
+            if now - begun > allowed + 10.0:
                 del self.open[key]
                 self.wrong.append(f"{key} never ended")
 
@@ -155,14 +154,15 @@ class Soak:
         os.kill(side.pid_of(whom), Signal.SIGSTOP)
         begun = time.monotonic()
         while time.monotonic() < begun + seconds:
-            if side is self.world.consumer and whom == "owner":
+            if side is self.world.consumer:
                 time.sleep(0.05)
             else:
                 self.collect(0.05)
+        if side is self.world.consumer:
+            # Who is stopped cannot tell the time.
+            stopped = time.monotonic() - begun
+            self.open = {key: (at, allowed + stopped) for key, (at, allowed) in self.open.items()}
         os.kill(side.pid_of(whom), Signal.SIGCONT)
-        self.held_up = seconds
-        self.collect(0.5)
-        self.held_up = 0.0
 
     # ── the whole ────────────────────────────────────────────────────────────
 

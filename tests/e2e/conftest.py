@@ -45,7 +45,7 @@ V2_ENV = {
     "TRITON_INTERPRET": "1",
     "PYTHONPATH": str(HERE / "v2_site"),
 }
-TP2_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 # Two ranks that spin, each bound to a core, can leave an agent none for seconds where there are
 # only two; what this engine is asked here is not how soon it gives up.
 PATIENT = {"fetch_timeout": "90s", "connect_timeout": "60s"}
@@ -70,6 +70,8 @@ def roles() -> dict[str, Role]:
     """Every engine that a test may ask for, by name."""
     # So few tokens a step that the prompt of one photo is prefilled in chunks.
     chunked = ("--max-num-batched-tokens", "256")
+    few_tokens = ("--max-model-len", "2048", "--num-gpu-blocks-override", "18")
+    tight = ("--mm-processor-kwargs", json.dumps({"max_pixels": 640 * 480}))
     pixels = ("--mm-processor-kwargs", json.dumps({"max_pixels": 200 * 28 * 28}))
     return {
         "alone": Role(),
@@ -81,9 +83,20 @@ def roles() -> dict[str, Role]:
         "consumer-tp2": Role(
             CONSUMER,
             options=("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"),
-            env=TP2_ENV,
+            env=TWO_CORES,
             settings=PATIENT,
         ),
+        # Its pool holds one photo of 640 x 480, and it is reached by IPv6.
+        "producer-small": Role(PRODUCER, settings={"pool_size": "384KiB", "bind_host": "::1"}),
+        "producer-tight": Role(PRODUCER, options=tight, settings={"advertise_host": "localhost"}),
+        # Room for one photo in its encoder cache, two in its pool, and for the tokens of one long
+        # request; the producer, which runs with the same options, is reached by its host's name.
+        "consumer-tight": Role(
+            CONSUMER,
+            options=(*tight, *chunked, *few_tokens),
+            settings={"pool_size": "512KiB", "fetch_timeout": "3s"},
+        ),
+        "producer-dp2": Role(PRODUCER, options=("--data-parallel-size", "2"), env=TWO_CORES),
         "producer-dtype": Role(PRODUCER, options=("--dtype", "float32")),
         "producer-model": Role(PRODUCER, model="other"),
         "producer-options": Role(PRODUCER, options=pixels),

@@ -10,7 +10,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from ec_connector.client import AgentClient
 from ec_connector.demo.servers import Server
+from ec_connector.protocol.local import AskStats, Stats
 
 TICKS = os.sysconf("SC_CLK_TCK")
 _LABELLED = r'^{name}_total\{{[^}}]*reason="([a-z_]+)"[^}}]*\}} ([0-9.eE+-]+)$'
@@ -36,6 +38,18 @@ def by_reason(url: str, name: str) -> dict[str, int]:
 def agents(server: Server) -> list[int]:
     """Process ids of a server's agents."""
     return [pid for pid, words in server.processes().items() if "ec_connector.agent" in words]
+
+
+def agent_stats(server: Server) -> dict[str, int]:
+    """The counts of a server's agent, from itself."""
+    (pid,) = agents(server)
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    for name in sorted(name for name in names if name.startswith("@ec-connector-")):
+        with AgentClient(f"ipc://{name}", "client") as client:
+            if client.hello(5.0).agent_pid == pid:
+                client.send(AskStats())
+                return next(m for m in client.receive(5.0) if isinstance(m, Stats)).values
+    raise LookupError(f"agent {pid} of {server.name} is not reached")
 
 
 def engine_processes(server: Server) -> list[int]:
