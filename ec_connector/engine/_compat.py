@@ -8,8 +8,9 @@ configuration, or :class:`RankFacts`, read in a worker process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final
 
@@ -329,3 +330,27 @@ def _possible_widths(vllm_config: Any) -> frozenset[int]:
     if getattr(model.multimodal_config, "video_pruning_rate", None):
         widths |= {width + 4 for width in widths}
     return frozenset(widths)
+
+
+def watch_resets(watcher: Callable[[], None]) -> Callable[[], None]:
+    """Have ``watcher`` called when this process' vLLM empties a scheduler's encoder cache.
+
+    vLLM does so when weights change, and has no connector hook for it. Returns what ends it.
+    """
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+    reset = EncoderCacheManager.reset
+    watchers: list[Callable[[], None]] | None = getattr(reset, "ec_connector_watchers", None)
+    if watchers is None:
+        watchers = []
+
+        @wraps(reset)
+        def watched(manager: Any) -> None:
+            reset(manager)
+            for one in tuple(watchers):
+                one()
+
+        watched.ec_connector_watchers = watchers  # type: ignore[attr-defined]
+        EncoderCacheManager.reset = watched
+    watchers.append(watcher)
+    return partial(watchers.remove, watcher)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from ec_connector.agent.link import EngineLink, LinkDown, LinkEvent, LinkUp
-from ec_connector.engine._compat import EngineFacts, ItemFields, engine_facts
+from ec_connector.engine._compat import EngineFacts, ItemFields, engine_facts, watch_resets
 from ec_connector.engine.claims import Claim, Want
 from ec_connector.engine.intake import Intake
 from ec_connector.engine.offers import Offers, StepSaves
@@ -120,6 +120,8 @@ class SchedulerSide:
         self._next_stats = 0.0
         self._words = Words(logger, self._tally, clock)
         self._closed = False
+        self._resets = 0
+        self._unwatch: Callable[[], None] = lambda: None
         self._greet(link.start())
 
     @classmethod
@@ -127,7 +129,9 @@ class SchedulerSide:
         """For an engine with this configuration. Raises ConfigError, AgentStartError."""
         facts = engine_facts(vllm_config)
         link = EngineLink(facts.settings, facts.identity)
-        return cls(facts, link, ItemFields(vllm_config.model_config))
+        side = cls(facts, link, ItemFields(vllm_config.model_config))
+        side._unwatch = watch_resets(side.emptied)
+        return side
 
     # ── while requests are scheduled ─────────────────────────────────────────
 
@@ -205,6 +209,7 @@ class SchedulerSide:
             loads=loads,
             freed=list(self._freed),
             close_step=self._close_step,
+            resets=self._resets,
         )
         if delivered:
             self._freed, self._close_step = [], 0
@@ -214,6 +219,7 @@ class SchedulerSide:
         """Requests to fail. vLLM asks once for every step that has come back."""
         self._returned += 1
         self._intake.step_returned(self._returned)
+        self._flush()  # there may be no other step for a long time
         failed, self._intake.unavailable = self._intake.unavailable, set()
         return failed
 
@@ -222,12 +228,9 @@ class SchedulerSide:
         for key, message in report.failed_loads.items():
             logger.error("Loading item %s failed on a worker: %s", key, message)
             self._intake.lost(key, message)
-        if report.reset:
-            logger.info("The encoder cache was reset; saved encoder outputs are dropped")
-            self._intake.forget()
-            self._offers.forget()
-            self._offers.emptied()
-            self._link.send(DropAll())
+        if report.resets > self._resets:
+            self._resets = report.resets
+            self._forget()
         self._tell_outcomes()
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -249,7 +252,17 @@ class SchedulerSide:
         """End the agent. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._unwatch()
             self._link.close()
+
+    def emptied(self) -> None:
+        """vLLM emptied the encoder cache, as it does when weights change: drop what is of before.
+
+        The workers find out by themselves, but only in the step in which the first load would
+        already be wrong.
+        """
+        self._resets += 1
+        self._forget()
 
     # ── requests ─────────────────────────────────────────────────────────────
 
@@ -414,6 +427,13 @@ class SchedulerSide:
         if self._intake.fetches:
             self._link.send(Fetch(list(self._intake.fetches.values())))
             self._intake.fetches = {}
+
+    def _forget(self) -> None:
+        logger.info("The encoder cache was reset; saved encoder outputs are dropped")
+        self._intake.forget()
+        self._offers.forget()
+        self._offers.emptied()
+        self._link.send(DropAll())
 
     def _tell_outcomes(self) -> None:
         if self._intake.outcomes:

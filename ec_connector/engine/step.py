@@ -44,6 +44,8 @@ class StepMetadata:
         loads: rows to copy out of the pool into the encoder cache.
         freed: items that left the encoder cache on the scheduler's word.
         close_step: reservations up to this step end with this step; 0: none.
+        resets: how often the encoder cache was emptied, as far as the scheduler side knows.
+            What it had loaded before is of other weights.
     """
 
     step: int
@@ -54,6 +56,7 @@ class StepMetadata:
     loads: dict[str, Placement] = field(default_factory=dict)
     freed: list[str] = field(default_factory=list)
     close_step: int = 0
+    resets: int = 0
 
 
 @dataclass(slots=True)
@@ -63,13 +66,13 @@ class WorkerReport:
     Attributes:
         failed_loads: items whose rows could not be had although the scheduler
             promised them, with the reason; zeros stand in their place.
-        reset: the encoder cache was emptied behind the scheduler's back, as
-            vLLM does when weights are reloaded.
+        resets: how often the encoder cache was found emptied, as vLLM does when
+            weights are reloaded; 0 when the scheduler side knows already.
     """
 
     failed_loads: dict[str, str] = field(default_factory=dict)
-    reset: bool = False
+    resets: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """The findings of both; what failed on one rank has failed."""
-        return WorkerReport(other.failed_loads | self.failed_loads, self.reset or other.reset)
+        return WorkerReport(other.failed_loads | self.failed_loads, max(self.resets, other.resets))

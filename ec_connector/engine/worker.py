@@ -70,6 +70,7 @@ class WorkerSide:
         self._known: set[str] = set()
         self._stand_ins: set[str] = set()
         self._prepared = 0
+        self._resets = 0
         self._saved: set[str] = set()
         self._unchecked: list[Placement] = []
         self._report = WorkerReport()
@@ -94,6 +95,10 @@ class WorkerSide:
         self._prepare(cache, step)
         for key, place in step.loads.items():
             if key in cache and key not in self._stand_ins:
+                continue
+            if step.resets < self._resets:
+                # Chosen before the scheduler side knew, so perhaps of the weights of before.
+                self._stand_in(cache, place, "the encoder cache was emptied meanwhile")
                 continue
             try:
                 cache[key] = self._load(place)
@@ -126,7 +131,7 @@ class WorkerSide:
 
     def report(self) -> WorkerReport | None:
         """What the scheduler must know of this step, if anything."""
-        if not self._report.failed_loads and not self._report.reset:
+        if not self._report.failed_loads and not self._report.resets:
             return None
         report, self._report = self._report, WorkerReport()
         return report
@@ -160,9 +165,12 @@ class WorkerSide:
             logger.info("The encoder cache was emptied: %d items are gone", len(vanished))
             self._known.clear()
             self._stand_ins.clear()
-            self._report.reset = True
-            if self._facts.leads and step.endpoint:
+            self._resets += 1
+            if step.resets < self._resets and self._facts.leads and step.endpoint:
                 self._post(step.endpoint, DropAll())
+        # Said until it is known: what is found in one step is acted on in a later one.
+        self._report.resets = self._resets if step.resets < self._resets else 0
+        self._resets = max(self._resets, step.resets)  # an empty cache does not show them
         for ref in step.regions:
             self._map(ref)
         named = {ref.token for ref in step.regions}

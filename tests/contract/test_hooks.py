@@ -24,6 +24,7 @@ from ec_connector.engine._compat import (  # noqa: E402 - needs vLLM
     ItemFields,
     engine_facts,
     require_hooks,
+    watch_resets,
 )
 from ec_connector.engine.step import StepMetadata, WorkerReport  # noqa: E402
 from ec_connector.errors import ConfigError  # noqa: E402
@@ -227,3 +228,22 @@ def test_media_is_told_from_its_description(models: dict[str, Path]) -> None:
     assert not fields.has_media(feature(image_grid_thw=grid))
     assert not fields.has_media(feature(image_grid_thw=grid, pixel_values=None))
     assert not fields.has_media(SimpleNamespace(data=None, modality="image"))
+
+
+def test_an_emptied_encoder_cache_is_told() -> None:
+    """vLLM's scheduler empties its cache by the method that is watched, and still does so."""
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    told: list[str] = []
+    manager = EncoderCacheManager(cache_size=8)
+    manager.num_free_slots = 3
+    end_one, end_two = (watch_resets(lambda name=name: told.append(name)) for name in ("a", "b"))
+    Scheduler.reset_encoder_cache(SimpleNamespace(encoder_cache_manager=manager))
+    assert told == ["a", "b"]
+    assert manager.num_free_slots == 8
+    end_one()
+    manager.reset()
+    end_two()
+    manager.reset()
+    assert told == ["a", "b", "b"]

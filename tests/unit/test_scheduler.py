@@ -18,6 +18,7 @@ from ec_connector.engine.scheduler import RESERVE_PATIENCE, SchedulerSide
 from ec_connector.engine.step import StepMetadata, WorkerReport
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
+    DropAll,
     Failed,
     Fetch,
     Ready,
@@ -196,7 +197,7 @@ def test_consumer_waits_then_loads_then_releases() -> None:
     assert scheduler.finished(request) is None
     assert not link.of(Release)
     scheduler.take_unavailable()
-    step(scheduler)
+    # At once: an engine without requests makes no other step.
     assert link.of(Release)[0].keys == ["a"]
     counts = counted(scheduler)["counts"]
     assert (counts["loaded_items"], counts["loaded_bytes"]) == (1, NBYTES)
@@ -469,9 +470,9 @@ def test_a_worker_that_could_not_load_fails_the_request() -> None:
 
 def test_reports_of_ranks_add_up() -> None:
     """One rank's failure is everybody's."""
-    both = WorkerReport({"a": "x"}).aggregate(WorkerReport({"b": "y"}, reset=True))
+    both = WorkerReport({"a": "x"}).aggregate(WorkerReport({"b": "y"}, resets=1))
     assert both.failed_loads == {"a": "x", "b": "y"}
-    assert both.reset
+    assert both.resets == 1
 
 
 def test_500_waiting_requests_poll_once_and_look_at_no_item() -> None:
@@ -554,7 +555,7 @@ def test_metadata_travels_to_other_processes() -> None:
     link.answer = reserve_all
     metadata = encode(side("producer", link), Req("r", [Feature("a")]))
     assert pickle.loads(pickle.dumps(metadata)) == metadata
-    report = WorkerReport({"a": "x"}, reset=True)
+    report = WorkerReport({"a": "x"}, resets=1)
     assert pickle.loads(pickle.dumps(report)) == report
 
 
@@ -712,8 +713,41 @@ def test_a_reset_forgets_offers_and_held_items() -> None:
     scheduler = side("both", link)
     request = Req("r", [Feature("a")])
     encode(scheduler, request)
-    scheduler.worker_report(WorkerReport(reset=True))
+    scheduler.worker_report(WorkerReport(resets=1))
     assert "peer_host" not in (scheduler.finished(request) or {})["a"]
+
+
+def test_an_emptied_cache_is_known_before_the_first_load() -> None:
+    """What is in the pool is of other weights: dropped there before anything is asked again."""
+    link = ScriptedLink()
+    scheduler = side("consumer", link)
+    request = Req("r", [Feature("a")], announcement("a"))
+    scheduler.ensure(request, 0)
+    step(scheduler, tokens=0)
+    link.inbox.append(ready("a"))
+    assert scheduler.ensure(request, 0)
+    assert step(scheduler).resets == 0
+    scheduler.take_unavailable()
+    scheduler.take_unavailable()
+    scheduler.emptied()
+    assert not scheduler.ensure(request, 0)
+    assert not scheduler.has_item("a")
+    assert step(scheduler, tokens=0).resets == 1
+    kinds = [type(message) for message in link.sent if isinstance(message, Fetch | DropAll)]
+    assert kinds == [Fetch, DropAll, Fetch]
+
+
+def test_the_workers_word_on_a_known_reset_is_no_news() -> None:
+    """The pool is dropped once for each time that the cache was emptied."""
+    link = ScriptedLink()
+    scheduler = side("both", link)
+    scheduler.emptied()
+    scheduler.worker_report(WorkerReport(resets=1))
+    assert len(link.of(DropAll)) == 1
+    scheduler.worker_report(WorkerReport(resets=2))
+    scheduler.worker_report(WorkerReport(resets=2))
+    assert len(link.of(DropAll)) == 2
+    assert step(scheduler).resets == 2
 
 
 def test_gauges_come_from_the_agent() -> None:

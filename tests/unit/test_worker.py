@@ -292,9 +292,56 @@ def test_an_emptied_cache_is_noticed_and_the_pool_told(region: Region) -> None:
     assert recorder.of(DropAll)
     report = side.report()
     assert report is not None
-    assert report.reset
+    assert report.resets == 1
     run(side, cache, orders(region, 3))
     assert len(recorder.of(DropAll)) == 1
+
+
+def test_loads_chosen_before_a_reset_was_known_are_not_trusted(region: Region) -> None:
+    """The pool's rows may be of other weights: zeros and a word instead, until it is known."""
+    recorder, cache = Recorder(), {"a": rows()}
+    side = worker(recorder)
+    region.set_generation(5, 7)
+    run(side, cache, orders(region, 1))
+    cache.clear()
+    run(side, cache, orders(region, 2, loads={"b": place(region, "b")}))
+    report = side.report()
+    assert report is not None
+    assert list(report.failed_loads) == ["b"]
+    assert not cache["b"].any()
+    run(side, cache, orders(region, 3, loads={"c": place(region, "c")}))
+    report = side.report()
+    assert report is not None
+    assert (list(report.failed_loads), report.resets) == (["c"], 1)
+    run(side, cache, orders(region, 4, loads={"d": place(region, "d")}, resets=1))
+    assert side.report() is None
+    assert len(recorder.of(DropAll)) == 1
+
+
+def test_a_reset_that_the_scheduler_knows_is_left_to_it(region: Region) -> None:
+    """It dropped the pool before it asked anew, so what it orders loaded is of now."""
+    recorder, cache = Recorder(), {"a": rows()}
+    side = worker(recorder)
+    region.set_generation(5, 7)
+    run(side, cache, orders(region, 1))
+    cache.clear()
+    run(side, cache, orders(region, 2, loads={"b": place(region, "b")}, resets=1))
+    assert side.report() is None
+    assert not recorder.of(DropAll)
+
+
+def test_a_reset_that_nothing_showed_is_counted_all_the_same(region: Region) -> None:
+    """The cache was empty when it was emptied; the next time is news even so."""
+    cache: dict[str, Any] = {}
+    side = worker(Recorder())
+    run(side, cache, orders(region, 1, resets=1))
+    cache["a"] = rows()
+    run(side, cache, orders(region, 2, resets=1))
+    cache.clear()
+    run(side, cache, orders(region, 3, resets=1))
+    report = side.report()
+    assert report is not None
+    assert report.resets == 2
 
 
 def test_evictions_are_no_reset(region: Region) -> None:
