@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from ec_connector.agent.life import LIFE, Life
 from ec_connector.agent.process import AgentProcess
 from ec_connector.client import AgentClient
 from ec_connector.config import AgentOptions, Settings
@@ -68,7 +69,8 @@ class EngineLink:
         self._arrivals: queue.SimpleQueue[_Successor | LinkDown] = queue.SimpleQueue()
         self._process: AgentProcess | None = None
         self._closing = threading.Event()
-        self._handover = threading.Lock()  # over _process, against the setting of _closing
+        self._life = LIFE.start
+        self._handover = threading.Lock()  # over _life and _process
         self._lifeline = -1
         self._keeper: threading.Thread | None = None
         self.welcome: Welcome | None = None
@@ -99,6 +101,7 @@ class EngineLink:
             welcome = self._take(self._meet(self._options.settings.agent, None))
             with contextlib.suppress(OSError):
                 self._lifeline = os.pidfd_open(welcome.agent_pid)
+            self._happened("serves")
             return welcome
         self._process = AgentProcess(self._options)
         try:
@@ -106,6 +109,7 @@ class EngineLink:
         except AgentError:
             self._process.stop(0)
             raise
+        self._happened("serves")
         self._keeper = threading.Thread(
             target=self._keep, args=(self._process,), name="ec-agent-keeper", daemon=True
         )
@@ -126,9 +130,9 @@ class EngineLink:
 
     def close(self) -> None:
         """End the agent, if this link started it. Idempotent."""
-        with self._handover:
-            # From here on the keeper hands nothing over, and ends what it is just starting.
-            self._closing.set()
+        # From here on the keeper hands nothing over, and ends what it is just starting.
+        self._happened("closed")
+        self._closing.set()
         self._part()
         if self._process is not None:
             self._process.stop()
@@ -150,6 +154,7 @@ class EngineLink:
         if self._lifeline >= 0 and (_ended(self._lifeline) or not serving):
             pid = self.agent_pid
             self._part()
+            self._happened("ended elsewhere")
             reason = f"the agent (pid {pid}) ended; it was not started here"
             logger.error("%s, so no other is", reason)
             events.append(LinkDown(reason))
@@ -183,6 +188,19 @@ class EngineLink:
             os.close(self._lifeline)
             self._lifeline = -1
 
+    # ── both threads ─────────────────────────────────────────────────────────
+
+    def _happened(self, event: str, successor: _Successor | None = None) -> bool:
+        """Note what became of the agent; False once the link is closed."""
+        with self._handover:
+            if self._life is Life.CLOSED:
+                return False
+            self._life = LIFE.after(self._life, event, f"of process {os.getpid()}")
+            if successor is not None:
+                self._process = successor.process
+                self._arrivals.put(successor)
+        return True
+
     # ── the keeper's thread ──────────────────────────────────────────────────
 
     def _keep(self, process: AgentProcess) -> None:
@@ -190,7 +208,7 @@ class EngineLink:
         started = time.monotonic()
         while True:
             status = process.wait()
-            if self._closing.is_set():
+            if not self._happened("ended"):
                 return
             process.stop(0)
             reason = f"the agent (pid {process.pid}) ended with status {status}"
@@ -218,12 +236,10 @@ class EngineLink:
                     process.stop(0)
                 backoff = min(backoff * 2, MAX_BACKOFF)
                 logger.error("no agent, next try in %.1f s: %s", backoff, error)
+                self._happened("start failed")
                 continue
-            with self._handover:
-                if not self._closing.is_set():
-                    self._process = process
-                    self._arrivals.put(successor)
-                    return process
+            if self._happened("serves", successor):
+                return process
             successor.client.close()
             process.stop()
         return None

@@ -27,7 +27,7 @@ from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter
 from ec_connector.config import AgentOptions
 from ec_connector.errors import ConfigError, WireError
-from ec_connector.pool.blocks import BlockPool, Entry, EntryState
+from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.addresses import AllowList
 from ec_connector.protocol.consumer import OWNER as FETCH_OWNER
@@ -351,7 +351,7 @@ class Agent:
             entry = self.pool.get(key)
             if entry is None:
                 self._do(self.producer.lost(key, ""), now)
-            elif entry.state is EntryState.READY:
+            elif entry.ready:
                 self._do(self.producer.saved(key, now), now)
 
     def _on_ready(self, entry: Entry) -> None:
@@ -362,7 +362,7 @@ class Agent:
     def _on_free(self, entry: Entry) -> None:
         # Before the blocks can be written again, so that a reader that looks afterwards sees it.
         self.region.set_generation(entry.extents[0][0], 0)
-        if entry.owner == FETCH_OWNER and entry.state is EntryState.SAVING:
+        if entry.owner == FETCH_OWNER and entry.saving:
             self._fetched.add(entry.key)
 
     def stats(self) -> dict[str, int]:

@@ -67,10 +67,10 @@ def _entry_is_sound(books: Books, entry: Entry) -> None:
         fault = f"findable={entry.findable} is not so"
     elif entry.blocks != max(1, -(-entry.nbytes // books.block_bytes)):
         fault = f"{entry.nbytes} bytes in {entry.blocks} blocks of {books.block_bytes}"
-    elif entry.state is EntryState.SAVING and entry.pins:
-        fault = "pinned while it is saved"
-    elif entry.state is EntryState.READY and not (entry.findable or entry.pins):
-        fault = "dropped and without readers, yet it holds blocks"
+    elif bool(entry.pins) != (entry.state in (EntryState.PINNED, EntryState.DROPPED)):
+        fault = f"{len(entry.pins)} pins in state {entry.state.value!r}"
+    elif entry.state is EntryState.FREE:
+        fault = "free, yet it holds blocks"
     if fault:
         raise InternalError(f"{entry.key!r}: {fault}\n{books.told(entry.key)}")
 
@@ -86,16 +86,16 @@ def _indexes_are_right(books: Books) -> None:
     _same(
         "saving",
         saving,
-        [(e.owner, e.step, e.generation) for e in held if e.state is EntryState.SAVING],
+        [(e.owner, e.step, e.generation) for e in held if e.saving],
     )
     _same(
         "pins",
         [(session, generation) for session, of in books.pinned.items() for generation in of],
         [(session, entry.generation) for entry in held for session in entry.pins],
     )
-    idle = [e for e in held if e.state is EntryState.READY and not e.pins]
+    idle = [e for e in held if e.ready and not e.pins]
     _same("evictable", list(books.evictable), [entry.generation for entry in idle])
-    saved = _blocks(e for e in held if e.state is EntryState.SAVING)
+    saved = _blocks(e for e in held if e.saving)
     _same("blocks being saved", [books.saving_blocks], [saved])
     _same("blocks pinned", [books.pinned_blocks], [_blocks(e for e in held if e.pins)])
     _same("blocks evictable", [books.evictable_blocks], [_blocks(idle)])

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who holds which blocks of the pool: reservations, items, pins, eviction.
 
-The life of an entry, which holds its blocks from the first line to the last::
-
-    reserve ──► SAVING ──commit──► READY ◄──pin / unpin, expire──► READY with pins
-                  │  └─condemn─► SAVING, not findable    │                │
-                  │                     │                │ evict, drop    │ drop
-                  │ abandon             │ abandon,       │                ▼
-                  ▼                     ▼ commit         ▼      READY with pins, not findable
-                free ◄──────────────────┴────────────────┴──last unpin────┘
+The life of an entry, which holds its blocks until it is FREE, is the table ``ENTRY``.
 
 Rules:
 
-1. Blocks are handed out again only when nobody may still write to them (a
-   SAVING entry's writer) or read from them (a pin).
+1. Blocks are handed out again only when nobody may still write to them (the
+   writer of an entry that is being saved) or read from them (a pin).
 2. A key names at most one findable entry. Older generations of that key may
    still hold blocks, each until its writer or its last reader is gone.
 3. Only READY entries without pins are evicted, least recently used first, and
@@ -31,7 +24,7 @@ from itertools import islice
 
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
 from ec_connector.pool.audit import Books, audit
-from ec_connector.pool.entry import Entry, EntryState, Usage
+from ec_connector.pool.entry import ENTRY, Entry, EntryState, Usage
 from ec_connector.pool.extents import FreeExtents
 from ec_connector.pool.pins import Expiries, Record
 from ec_connector.pool.story import Stories
@@ -125,7 +118,7 @@ class BlockPool:
         of_step = self._saving.setdefault(owner, {}).setdefault(step, {})
         of_step[entry.generation] = entry
         self._saving_blocks += need
-        self._note(entry, "reserved")
+        self._stories.add(key, now, entry.generation, "reserved")
         return entry
 
     def commit(self, key: str, generation: int, now: float) -> Entry | None:
@@ -138,14 +131,12 @@ class BlockPool:
         entry = self._being_saved(key, generation)
         if entry is None:
             return None
-        if not entry.findable:
-            self._end_saving(entry)
-            self._release(entry, "written after it was condemned")
-            return None
         self._end_saving(entry)
-        entry.state = EntryState.READY
+        if entry.state is EntryState.CONDEMNED:
+            self._release(entry, "written")
+            return None
+        self._move(entry, "written")
         self._make_evictable(entry)
-        self._note(entry, "ready")
         if self.on_ready is not None:
             self.on_ready(entry)
         return entry
@@ -202,17 +193,17 @@ class BlockPool:
         """
         self._now = now
         entry = self._found.get(key)
-        if entry is None or entry.state is not EntryState.READY:
-            what = "not held" if entry is None else entry.state.value
-            raise InternalError(f"pin: {key!r} is {what}\n{self._told(key)}")
+        if entry is None:
+            raise InternalError(f"pin: {key!r} is not held\n{self._told(key)}")
         if session not in entry.pins:
-            if not entry.pins:
+            before = entry.state
+            self._move(entry, "pinned", session)
+            if before is EntryState.READY:
                 del self._evictable[entry.generation]
                 blocks = entry.blocks
                 self._evictable_blocks -= blocks
                 self._pinned_blocks += blocks
             self._pinned.setdefault(session, {})[entry.generation] = entry
-            self._note(entry, "pinned", session)
         elif entry.pins[session] == expiry:
             return entry
         entry.pins[session] = expiry
@@ -230,7 +221,7 @@ class BlockPool:
         entry = self._held.get(key_generation)
         if entry is None or session not in entry.pins:
             return False
-        self._end_pin(entry, session, "unpinned")
+        self._end_pin(entry, session)
         return True
 
     def unpin_session(self, session: str, now: float) -> int:
@@ -238,7 +229,7 @@ class BlockPool:
         self._now = now
         entries = list(self._pinned.get(session, {}).values())
         for entry in entries:
-            self._end_pin(entry, session, "unpinned with its session")
+            self._end_pin(entry, session)
         return len(entries)
 
     def expire(self, now: float) -> list[tuple[str, Entry]]:
@@ -248,7 +239,7 @@ class BlockPool:
         while (record := self._expiries.pop_due(now)) is not None:
             _, generation, session = record
             entry = self._held[generation]
-            self._end_pin(entry, session, "pin expired")
+            self._end_pin(entry, session)
             ended.append((session, entry))
         return ended
 
@@ -261,7 +252,7 @@ class BlockPool:
     def drop(self, key: str) -> bool:
         """Forget a READY item; its blocks become free with its last pin. False if not READY."""
         entry = self._found.get(key)
-        if entry is None or entry.state is not EntryState.READY:
+        if entry is None or not entry.ready:
             return False
         self._drop(entry, "dropped")
         return True
@@ -270,10 +261,10 @@ class BlockPool:
         """Drop all that is READY and condemn all that is being saved; returns how many."""
         entries = list(self._found.values())
         for entry in entries:
-            if entry.state is EntryState.READY:
-                self._drop(entry, "dropped with all")
+            if entry.ready:
+                self._drop(entry, "dropped")
             else:
-                self._hide(entry, "condemned with all")
+                self._hide(entry, "condemned")
         return len(entries)
 
     # ── looking ──────────────────────────────────────────────────────────────
@@ -347,30 +338,28 @@ class BlockPool:
                 return entry
         return next(iter(self._evictable.values()))
 
-    def _drop(self, entry: Entry, why: str) -> None:
-        if entry.pins:
-            self._hide(entry, why)
+    def _drop(self, entry: Entry, event: str) -> None:
+        if entry.state is EntryState.PINNED:
+            self._hide(entry, event)
             return
         del self._evictable[entry.generation]
         self._evictable_blocks -= entry.blocks
-        self._release(entry, why)
+        self._release(entry, event)
 
-    def _hide(self, entry: Entry, why: str) -> None:
+    def _hide(self, entry: Entry, event: str) -> None:
+        self._move(entry, event)
         del self._found[entry.key]
-        entry.findable = False
-        self._note(entry, why)
 
-    def _release(self, entry: Entry, why: str) -> None:
+    def _release(self, entry: Entry, event: str, detail: str = "") -> None:
         """Free the blocks of an entry that is in no index of its state any more."""
         del self._held[entry.generation]
         if entry.findable:
-            self._hide(entry, why)
-        else:
-            self._note(entry, why)
-        for start, count in entry.extents:
-            self._free.give(start, count)
+            del self._found[entry.key]
         if self.on_free is not None:
             self.on_free(entry)
+        for start, count in entry.extents:
+            self._free.give(start, count)
+        self._move(entry, event, detail)
 
     def _make_evictable(self, entry: Entry) -> None:
         self._evictable[entry.generation] = entry
@@ -378,7 +367,7 @@ class BlockPool:
 
     def _being_saved(self, key: str, generation: int) -> Entry | None:
         entry = self._held.get(generation)
-        if entry is None or entry.key != key or entry.state is not EntryState.SAVING:
+        if entry is None or entry.key != key or not entry.saving:
             return None
         return entry
 
@@ -396,31 +385,34 @@ class BlockPool:
         entries = [entry for group in groups for entry in group.values()]
         for entry in entries:
             self._end_saving(entry)
-            self._release(entry, why)
+            self._release(entry, "abandoned", why)
         return entries
 
-    def _end_pin(self, entry: Entry, session: str, why: str) -> None:
+    def _end_pin(self, entry: Entry, session: str) -> None:
         del entry.pins[session]
         held = self._pinned[session]
         del held[entry.generation]
         if not held:
             del self._pinned[session]
-        self._note(entry, why, session)
         if entry.pins:
+            self._move(entry, "unpinned", session)
             return
         self._pinned_blocks -= entry.blocks
-        if entry.findable:
-            self._make_evictable(entry)
+        if entry.state is EntryState.DROPPED:
+            self._release(entry, "last pin ended", session)
         else:
-            self._release(entry, "last reader gone")
+            self._move(entry, "last pin ended", session)
+            self._make_evictable(entry)
 
     def _pin_ends_at(self, record: Record) -> bool:
         expiry, generation, session = record
         entry = self._held.get(generation)
         return entry is not None and entry.pins.get(session) == expiry
 
-    def _note(self, entry: Entry, event: str, detail: str = "") -> None:
-        self._stories.add(entry.key, self._now, entry.generation, event, detail)
+    def _move(self, entry: Entry, event: str, detail: str = "") -> None:
+        key = entry.key
+        entry.state = ENTRY.after(entry.state, event, key, lambda: self._told(key))
+        self._stories.add(key, self._now, entry.generation, event, detail)
 
     def _told(self, key: str) -> str:
         return "\n".join(self.story(key))

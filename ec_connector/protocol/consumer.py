@@ -14,28 +14,16 @@ Rules:
    away for ``connect_timeout``; a peer that stays away fails new fetches at once.
 5. A client's items stay pinned until it releases them or is gone.
 
-::
-
-    fetch ──held here────────────────────────────────────────► READY
-      │──being saved here──► LOCAL ──saved──────────────────────►│
-      │──no room──► ROOM ──┐                                     │
-      └────────────────────┴► ASKED ──ack──► RECEIVING ──all in──►┘
-                               │  ▲  │       or COPYING
-                       not     │  │  │            │
-                       ready   ▼  │  └─ nack ─────┼────► FAILED
-                              BACKOFF             │
-                                         connection lost: back to ASKED
+The states of a fetch are the table ``FETCH``.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Final
 
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
-from ec_connector.pool.blocks import BlockPool, Entry, EntryState
+from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.connections import Connections
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import (
@@ -47,6 +35,7 @@ from ec_connector.protocol.effects import (
     StopCopy,
     Tell,
 )
+from ec_connector.protocol.fetch import MOVING, Fetch, FetchState, Waiter
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.protocol.messages import (
@@ -63,7 +52,6 @@ from ec_connector.protocol.producer import MAX_PARK_SECONDS
 
 OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
-FIRST_BACKOFF: Final = 0.05
 MAX_BACKOFF: Final = 1.0
 
 _NACK_REASON = {
@@ -72,52 +60,6 @@ _NACK_REASON = {
     XferStatus.NACK_VERSION: "version",
     XferStatus.NACK_INTERNAL: "remote_error",
 }
-
-
-class FetchState(enum.Enum):
-    """Where a fetch stands."""
-
-    LOCAL = "being saved here"
-    ROOM = "waiting for room in the pool"
-    ASKED = "asked"
-    BACKOFF = "to be asked again"
-    RECEIVING = "receiving"
-    COPYING = "copying from the peer's memory"
-
-
-_MOVING = (FetchState.RECEIVING, FetchState.COPYING)
-
-
-@dataclass(slots=True)
-class _Waiter:
-    deadline: float
-    asked_at: float
-
-
-@dataclass(slots=True)
-class _Fetch:
-    item: FetchItem
-    address: Address
-    state: FetchState
-    waiters: dict[bytes, _Waiter] = field(default_factory=dict)
-    entry: Entry | None = None
-    xfer_id: int = 0
-    received: int = 0
-    owed_credit: int = 0
-    asked_at: float = 0.0
-    window: int = 0
-    window_began: float = 0.0
-    window_received: int = 0
-    backoff: float = FIRST_BACKOFF
-    plane: str = ""
-
-    def room(self) -> Entry:
-        """The entry that the bytes go to. Raises InternalError where none is reserved."""
-        if self.entry is None:
-            raise InternalError(
-                f"the fetch of {self.item.key!r} is {self.state.value} without room"
-            )
-        return self.entry
 
 
 class ConsumerMachine:
@@ -153,7 +95,7 @@ class ConsumerMachine:
         self._session = session_id
         self._planes = list(planes)
         self._chunk = chunk_bytes
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Fetch] = {}
         self._by_xfer: dict[int, str] = {}
         self._peers = Connections(connect_timeout, max_peers, lanes, window_bytes)
         # A key can stand for several generations: one delivered before its key got new content.
@@ -169,7 +111,7 @@ class ConsumerMachine:
     def fetch(self, client: bytes, item: FetchItem, now: float) -> list[Effect]:
         """A client wants an item pinned in the pool."""
         self.counts["fetches"] += 1
-        waiter = _Waiter(now + item.timeout_ms / 1000.0, now)
+        waiter = Waiter(now + item.timeout_ms / 1000.0, now)
         running = self._fetches.get(item.key)
         if running is not None:
             if not self._same_item(running, item):
@@ -186,7 +128,7 @@ class ConsumerMachine:
             # A client-chosen identifier was used for other content; ours is not what is wanted.
             self._pool.drop(item.key)
             entry = self._pool.get(item.key)
-        if entry is not None and entry.state is EntryState.READY:
+        if entry is not None and entry.ready:
             return [self._ready(client, entry, waiter, now, "pool", "")]
         if len(item.key) > MAX_HASH_CHARS:
             text = f"a key of over {MAX_HASH_CHARS} characters is not served"
@@ -194,11 +136,12 @@ class ConsumerMachine:
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
         address = self._peers.lane(Address(item.peer_host, item.peer_port))
-        fetch = _Fetch(item, address, FetchState.LOCAL)
+        fetch = Fetch(item, address)
         fetch.waiters[client] = waiter
         self._fetches[item.key] = fetch
         self._waiters.set((item.key, client), waiter.deadline)
         if entry is not None:
+            fetch.move("saved here")
             return []
         if self._peers.full_for(address):
             text = f"{self._peers.max_peers} producers are connected already (max_peers)"
@@ -216,7 +159,7 @@ class ConsumerMachine:
         if fetch is not None and fetch.waiters.pop(client, None) is not None:
             self._waiters.cancel((key, client))
             if not fetch.waiters:
-                effects += self._finish(key)
+                effects += self._finish(key, "unwanted")
         for entry in self._pinned.get(client, {}).pop(key, ()):
             self._pool.unpin(entry.generation, _pin(client), now)
         return [*effects, *self.room(now)]
@@ -239,7 +182,7 @@ class ConsumerMachine:
         entry = self._pool.get(key)
         if fetch is None or fetch.state is not FetchState.LOCAL:
             return []
-        if entry is None or entry.state is not EntryState.READY:
+        if entry is None or not entry.ready:
             return []
         if not _fits(entry, fetch.item):
             return self._fail(key, "mismatch", "what was saved here is of another size or shape")
@@ -315,13 +258,13 @@ class ConsumerMachine:
                 )
                 return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
             # A state of its own: bytes from elsewhere must not end a fetch whose copy goes on.
-            fetch.state = FetchState.COPYING
+            fetch.move("memory shown")
             extents = tuple(ack.extents)
             copy = CopyFromPeer(
                 address, fetch.xfer_id, ack.region, extents, ack.generation, fetch.entry
             )
             return [copy]
-        fetch.state = FetchState.RECEIVING
+        fetch.move("bytes come")
         self._peers.streamed(fetch.address, now - fetch.asked_at)
         fetch.window_began, fetch.window_received = now, 0
         if payload is None:
@@ -361,7 +304,7 @@ class ConsumerMachine:
         """The connection is ready: ask for what a lost one took along."""
         effects: list[Effect] = []
         for key in self._peers.up(address, now):
-            if self._fetches[key].state in (FetchState.ASKED, *_MOVING):
+            if self._fetches[key].state in (FetchState.ASKED, *MOVING):
                 effects += self._ask(key, now)
         return effects
 
@@ -370,9 +313,9 @@ class ConsumerMachine:
         effects: list[Effect] = []
         for key in self._peers.down(address, now):
             fetch = self._fetches[key]
-            if fetch.state in _MOVING:
+            if fetch.state in MOVING:
                 effects += self._stop_copy(fetch)
-                fetch.state = FetchState.ASKED
+                fetch.move("connection lost")
                 fetch.received = 0
             self._renumber(fetch)
         return effects
@@ -443,7 +386,7 @@ class ConsumerMachine:
         if self._pool.get(key) is not None:
             # While this fetch waited for room, the engine itself came to save the item.
             self._waiting_for_room.pop(key, None)
-            fetch.state = FetchState.LOCAL
+            fetch.move("saved here")
             self._peers.leave(fetch.address, key)
             return self.saved(key, now)
         try:
@@ -453,7 +396,7 @@ class ConsumerMachine:
         except ItemTooLargeError as error:
             return self._fail(key, "pool_full", str(error))
         except PoolFullError:
-            fetch.state = FetchState.ROOM
+            fetch.move("no room")
             self._waiting_for_room[key] = None
             return []
         self._waiting_for_room.pop(key, None)
@@ -462,7 +405,7 @@ class ConsumerMachine:
     def _ask(self, key: str, now: float, without: str = "") -> list[Effect]:
         fetch = self._fetches[key]
         self._renumber(fetch)
-        fetch.state = FetchState.ASKED
+        fetch.move("asks")
         fetch.received = fetch.owed_credit = 0
         fetch.asked_at, fetch.window = now, self._peers.flow(fetch.address).window
         patience = max(w.deadline for w in fetch.waiters.values()) - now
@@ -482,19 +425,19 @@ class ConsumerMachine:
 
     def _ask_later(self, key: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
-        fetch.state = FetchState.BACKOFF
+        fetch.move("not ready")
         self._retries.set(key, now + fetch.backoff)
         fetch.backoff = min(fetch.backoff * 2, MAX_BACKOFF)
         return []
 
-    def _renumber(self, fetch: _Fetch) -> None:
+    def _renumber(self, fetch: Fetch) -> None:
         self._by_xfer.pop(fetch.xfer_id, None)
         self._xfers += 1
         fetch.xfer_id = self._xfers
         if fetch.entry is not None:
             self._by_xfer[fetch.xfer_id] = fetch.item.key
 
-    def _match(self, address: Address, message: XferAck | XferChunk) -> _Fetch | None:
+    def _match(self, address: Address, message: XferAck | XferChunk) -> Fetch | None:
         key = self._by_xfer.get(message.xfer_id)
         if key is None or message.session_id != self._session:
             return None
@@ -502,7 +445,7 @@ class ConsumerMachine:
         named = message.mm_hash if isinstance(message, XferAck) else key
         return fetch if fetch.address == address and named == key else None
 
-    def _same_item(self, running: _Fetch, item: FetchItem) -> bool:
+    def _same_item(self, running: Fetch, item: FetchItem) -> bool:
         if not item.peer_host:
             return True  # asks for whatever this pool has; it checks the answer itself
         if running.state is FetchState.LOCAL:
@@ -548,11 +491,11 @@ class ConsumerMachine:
             self._ready(client, entry, waiter, now, plane, peer)
             for client, waiter in fetch.waiters.items()
         ]
-        self._remove(key)
+        self._remove(key, "delivered")
         return ready
 
     def _ready(
-        self, client: bytes, entry: Entry, waiter: _Waiter, now: float, plane: str, peer: str
+        self, client: bytes, entry: Entry, waiter: Waiter, now: float, plane: str, peer: str
     ) -> Tell:
         self._pool.pin(entry.key, _pin(client), None, now)
         entries = self._pinned.setdefault(client, {}).setdefault(entry.key, [])
@@ -581,7 +524,7 @@ class ConsumerMachine:
         reason = "pool_full" if fetch.state is FetchState.ROOM else "deadline"
         text = f"not there after {waited:.1f} s ({fetch.state.value})"
         tell = self._failed(client, fetch.item, reason, text)
-        return [tell] if fetch.waiters else [tell, *self._finish(key)]
+        return [tell] if fetch.waiters else [tell, *self._finish(key, "failed")]
 
     def _fail(
         self, key: str, reason: str, text: str, factor: str = "", *, hand_back: bool = False
@@ -593,7 +536,7 @@ class ConsumerMachine:
         for client in fetch.waiters:
             self._waiters.cancel((key, client))
         fetch.waiters.clear()
-        return [*told, *(self._finish(key) if hand_back else self._remove(key))]
+        return [*told, *(self._finish(key, "failed") if hand_back else self._remove(key, "failed"))]
 
     def _failed(
         self, client: bytes, item: FetchItem, reason: str, text: str, factor: str = ""
@@ -602,13 +545,13 @@ class ConsumerMachine:
         peer = str(Address(item.peer_host, item.peer_port)) if item.peer_host else ""
         return Tell(client, Failed(item.key, reason, text, factor, peer))
 
-    def _finish(self, key: str) -> list[Effect]:
+    def _finish(self, key: str, event: str) -> list[Effect]:
         """Give a fetch up, telling the producer if it may hold a grant for us."""
         fetch = self._fetches[key]
         done = self._done_effects(fetch) if fetch.entry is not None else []
-        return [*done, *self._remove(key)]
+        return [*done, *self._remove(key, event)]
 
-    def _remove(self, key: str) -> list[Effect]:
+    def _remove(self, key: str, event: str) -> list[Effect]:
         fetch = self._fetches.pop(key)
         self._by_xfer.pop(fetch.xfer_id, None)
         self._waiting_for_room.pop(key, None)
@@ -621,12 +564,13 @@ class ConsumerMachine:
             self._pool.abandon(key, fetch.entry.generation)
             stop = self._stop_copy(fetch)
         self._peers.leave(fetch.address, key)
+        fetch.move(event)
         return stop
 
-    def _stop_copy(self, fetch: _Fetch) -> list[Effect]:
+    def _stop_copy(self, fetch: Fetch) -> list[Effect]:
         return [StopCopy(fetch.xfer_id)] if fetch.state is FetchState.COPYING else []
 
-    def _done_effects(self, fetch: _Fetch) -> list[Effect]:
+    def _done_effects(self, fetch: Fetch) -> list[Effect]:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
         return [SendToProducer(fetch.address, done)]
 

@@ -12,13 +12,7 @@ Rules:
 4. A pin ends by the consumer's ``done``, by its lease, or with its peer.
 5. Whatever a peer sends, the answer is a message or nothing, never an exception.
 
-::
-
-    asked ──ready──────────────► GRANTED ──done / lease / peer gone──► ended
-      │                             ▲
-      ├──being saved──► PARKED ─────┘ saved
-      │                    └────────► NACK (save failed, too late)
-      └──otherwise────► NACK
+The states of a request are the table ``GRANT``.
 """
 
 from __future__ import annotations
@@ -28,10 +22,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ec_connector.errors import InternalError
-from ec_connector.pool.blocks import BlockPool, Entry, EntryState
+from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Effect, EndGrant, SendToConsumer, Span
 from ec_connector.protocol.fingerprint import Identity, agree
+from ec_connector.protocol.grant import Grant, GrantState
 from ec_connector.protocol.messages import (
     EC_CONNECTOR_VERSION,
     MAX_CREDIT_BYTES,
@@ -51,24 +46,6 @@ MIN_CHUNK_BYTES: Final = 4 * 1024
 MAX_PARK_SECONDS: Final = 600.0
 
 GrantKey = tuple[str, str]
-
-
-@dataclass(slots=True)
-class _Grant:
-    peer: bytes
-    req: XferReq
-    entry: Entry
-    pin: str
-    chunk: int
-    credit: int
-    sent: int = 0
-
-
-@dataclass(slots=True)
-class _Parked:
-    peer: bytes
-    req: XferReq
-    park_until: float
 
 
 class ProducerMachine:
@@ -103,8 +80,8 @@ class ProducerMachine:
         self._lease = lease
         self._max_parked = max_parked
         self._own_session = own_session
-        self._grants: dict[GrantKey, _Grant] = {}
-        self._parked: dict[GrantKey, _Parked] = {}
+        self._grants: dict[GrantKey, Grant] = {}
+        self._parked = 0
         self._parked_on: dict[str, set[GrantKey]] = {}
         self._leases: Deadlines[GrantKey] = Deadlines()
         self._parking: Deadlines[GrantKey] = Deadlines()
@@ -117,21 +94,24 @@ class ProducerMachine:
         """A consumer wants an item."""
         self.counts["requests"] += 1
         key = _key(peer, req)
-        effects = self._end(key)
+        effects = self._end(key, "asked again") if key in self._grants else []
+        grant = Grant(peer, req)
         if refusal := self._gate(req):
-            return [*effects, self._nack(peer, req, refusal)]
+            return [*effects, self._refuse(grant, refusal)]
         entry = self._pool.get(req.mm_hash)
-        if entry is None or (entry.state is EntryState.SAVING and self._is_own(req)):
+        if entry is None or (entry.saving and self._is_own(req)):
             text = "neither held nor being saved here"
-            return [*effects, self._nack(peer, req, _Refusal(XferStatus.NACK_MISSING, text))]
-        if entry.state is EntryState.READY:
-            return [*effects, *self._grant(peer, req, entry, now)]
-        if len(self._parked) >= self._max_parked:
+            return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_MISSING, text))]
+        if entry.ready:
+            return [*effects, *self._grant(key, grant, entry, now)]
+        if self._parked >= self._max_parked:
             text = f"{self._max_parked} requests are parked already"
-            return [*effects, self._nack(peer, req, _Refusal(XferStatus.NACK_NOT_READY, text))]
+            return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_NOT_READY, text))]
         wait = min(req.timeout_ms / 1000.0, MAX_PARK_SECONDS)
-        self._parked[key] = _Parked(peer, req, now + wait)
+        grant.move("parked")
+        self._grants[key] = grant
         self._parked_on.setdefault(req.mm_hash, set()).add(key)
+        self._parked += 1
         self._parking.set(key, now + wait)
         self.counts["parked"] += 1
         return effects
@@ -139,10 +119,12 @@ class ProducerMachine:
     def saved(self, mm_hash: str, now: float) -> list[Effect]:
         """An item became ready: answer whoever waited for it."""
         entry = self._pool.get(mm_hash)
+        if entry is None or not entry.ready:
+            return self.lost(mm_hash, "")
         effects: list[Effect] = []
-        for parked in self._unpark_all(mm_hash):
-            if entry is not None and entry.state is EntryState.READY:
-                effects += self._grant(parked.peer, parked.req, entry, now)
+        for key in sorted(self._parked_on.get(mm_hash, ())):
+            self._unpark(key)
+            effects += self._grant(key, self._grants.pop(key), entry, now)
         return effects
 
     def lost(self, mm_hash: str, message: str, traceback: str = "") -> list[Effect]:
@@ -155,7 +137,11 @@ class ProducerMachine:
             refusal = _Refusal(XferStatus.NACK_INTERNAL, message, traceback=traceback)
         else:
             refusal = _Refusal(XferStatus.NACK_MISSING, "the save was given up")
-        return [self._nack(p.peer, p.req, refusal) for p in self._unpark_all(mm_hash)]
+        effects: list[Effect] = []
+        for key in sorted(self._parked_on.get(mm_hash, ())):
+            self._unpark(key)
+            effects.append(self._refuse(self._grants.pop(key), refusal))
+        return effects
 
     def drop_all(self) -> list[Effect]:
         """The model's weights changed: nothing that is being saved now will be served."""
@@ -165,43 +151,37 @@ class ProducerMachine:
         """A consumer has room for more of a grant."""
         key = _key(peer, credit)
         grant = self._grants.get(key)
-        if grant is None or grant.peer != peer or grant.req.xfer_id != credit.xfer_id:
+        if grant is None or not grant.is_of(peer, credit.xfer_id) or grant.entry is None:
             return []
         grant.credit = min(grant.credit + credit.nbytes, MAX_CREDIT_BYTES)
         self._leases.set(key, now + self._lease)
-        return self._push(grant)
+        return self._push(grant, grant.entry)
 
     def done(self, peer: bytes, done: XferDone) -> list[Effect]:
         """A consumer has what it wanted, or wants it no more."""
         key = _key(peer, done)
         grant = self._grants.get(key)
-        parked = self._parked.get(key)
-        if grant is not None and grant.peer == peer and grant.req.xfer_id == done.xfer_id:
-            return self._end(key)
-        if parked is not None and parked.peer == peer and parked.req.xfer_id == done.xfer_id:
-            self._unpark(key)
-        return []
+        if grant is None or not grant.is_of(peer, done.xfer_id):
+            return []
+        return self._end(key, "done")
 
     def peer_gone(self, peer: bytes) -> list[Effect]:
         """No message can reach this peer any more: its grants end."""
-        effects: list[Effect] = []
-        for key in [k for k, g in self._grants.items() if g.peer == peer]:
-            effects += self._end(key)
-        for key in [k for k, p in self._parked.items() if p.peer == peer]:
-            self._unpark(key)
-        return effects
+        keys = [key for key, grant in self._grants.items() if grant.peer == peer]
+        return [effect for key in keys for effect in self._end(key, "peer gone")]
 
     def tick(self, now: float) -> list[Effect]:
         """Let pass what is over: leases, and the patience of parked requests."""
         effects: list[Effect] = []
         for key in self._leases.due(now):
             self.counts["leases_expired"] += 1
-            effects += self._end(key)
+            effects += self._end(key, "lease over")
         for key in self._parking.due(now):
-            parked = self._parked[key]
-            self._unpark(key)
-            refusal = _Refusal(XferStatus.NACK_NOT_READY, "still being saved")
-            effects.append(self._nack(parked.peer, parked.req, refusal))
+            grant = self._grants[key]
+            effects += self._end(key, "too late")
+            effects.append(
+                self._nack(grant, _Refusal(XferStatus.NACK_NOT_READY, "still being saved"))
+            )
         return effects
 
     def deadline(self) -> float | None:
@@ -211,17 +191,21 @@ class ProducerMachine:
 
     def gauges(self) -> dict[str, int]:
         """Grants and parked requests at this moment."""
-        return {"grants": len(self._grants), "parked_now": len(self._parked)}
+        return {"grants": len(self._grants) - self._parked, "parked_now": self._parked}
 
     def validate(self) -> None:
         """Raise InternalError if the tables disagree with each other."""
-        if len(self._leases) != len(self._grants) or len(self._parking) != len(self._parked):
+        parked = {k for k, grant in self._grants.items() if grant.state is GrantState.PARKED}
+        granted = {k: g for k, g in self._grants.items() if g.state is GrantState.GRANTED}
+        if len(parked) + len(granted) != len(self._grants) or len(parked) != self._parked:
+            raise InternalError("a request is kept that is neither parked nor granted")
+        if len(self._leases) != len(granted) or len(self._parking) != len(parked):
             raise InternalError("a grant or a parked request without its deadline")
-        if sum(map(len, self._parked_on.values())) != len(self._parked):
+        if parked != {key for keys in self._parked_on.values() for key in keys}:
             raise InternalError("parked requests and their index differ")
-        for grant in self._grants.values():
-            if grant.pin not in grant.entry.pins:
-                raise InternalError(f"grant {grant.pin} of {grant.entry.key} has no pin")
+        for grant in granted.values():
+            if grant.entry is None or grant.pin not in grant.entry.pins:
+                raise InternalError(f"grant {grant.pin} of {grant.req.mm_hash} has no pin")
 
     # ── the gate ─────────────────────────────────────────────────────────────
 
@@ -244,14 +228,14 @@ class ProducerMachine:
 
     # ── grants ───────────────────────────────────────────────────────────────
 
-    def _grant(self, peer: bytes, req: XferReq, entry: Entry, now: float) -> list[Effect]:
-        key = _key(peer, req)
+    def _grant(self, key: GrantKey, grant: Grant, entry: Entry, now: float) -> list[Effect]:
+        peer, req = grant.peer, grant.req
+        grant.move("granted")
         self._pins += 1
-        pin = f"grant/{self._pins}"
-        self._pool.pin(entry.key, pin, None, now)
-        chunk = min(max(req.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
-        credit = min(req.credit_bytes, MAX_CREDIT_BYTES)
-        grant = _Grant(peer, req, entry, pin, chunk, credit)
+        grant.entry, grant.pin = entry, f"grant/{self._pins}"
+        self._pool.pin(entry.key, grant.pin, None, now)
+        grant.chunk = min(max(req.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        grant.credit = min(req.credit_bytes, MAX_CREDIT_BYTES)
         self._grants[key] = grant
         self._leases.set(key, now + self._lease)
         self.counts["grants_made"] += 1
@@ -260,7 +244,7 @@ class ProducerMachine:
             # A peer that knows the base fields only: an ack of base fields, the bytes behind it,
             # and no "done" to wait for.
             whole = Span(entry, 0, entry.nbytes)
-            return [SendToConsumer(peer, ack, whole, pin), *self._end(key)]
+            return [SendToConsumer(peer, ack, whole, grant.pin), *self._end(key, "sent whole")]
         ack.xfer_id = req.xfer_id
         ack.nbytes, ack.dtype, ack.shape = entry.nbytes, entry.dtype, list(entry.shape)
         both = "memory" in self._planes and "memory" in req.planes
@@ -269,58 +253,53 @@ class ProducerMachine:
             ack.extents, ack.generation = list(entry.extents), entry.generation
             return [SendToConsumer(peer, ack)]
         ack.plane = "zmq"
-        if entry.nbytes <= min(credit, chunk):
+        if entry.nbytes <= min(grant.credit, grant.chunk):
             grant.sent = entry.nbytes
-            return [SendToConsumer(peer, ack, Span(entry, 0, entry.nbytes), pin)]
-        return [SendToConsumer(peer, ack), *self._push(grant)]
+            return [SendToConsumer(peer, ack, Span(entry, 0, entry.nbytes), grant.pin)]
+        return [SendToConsumer(peer, ack), *self._push(grant, entry)]
 
-    def _push(self, grant: _Grant) -> list[Effect]:
+    def _push(self, grant: Grant, entry: Entry) -> list[Effect]:
         effects: list[Effect] = []
-        while grant.sent < grant.entry.nbytes:
-            nbytes = min(grant.chunk, grant.entry.nbytes - grant.sent)
+        while grant.sent < entry.nbytes:
+            nbytes = min(grant.chunk, entry.nbytes - grant.sent)
             if nbytes > grant.credit:
                 break
             chunk = XferChunk(grant.req.session_id, grant.req.xfer_id, grant.sent, nbytes)
-            payload = Span(grant.entry, grant.sent, nbytes)
+            payload = Span(entry, grant.sent, nbytes)
             effects.append(SendToConsumer(grant.peer, chunk, payload, grant.pin))
             grant.sent += nbytes
             grant.credit -= nbytes
         return effects
 
-    def _end(self, key: GrantKey) -> list[Effect]:
-        if key in self._parked:
+    def _end(self, key: GrantKey, event: str) -> list[Effect]:
+        grant = self._grants.pop(key)
+        if grant.state is GrantState.PARKED:
             self._unpark(key)
-        grant = self._grants.pop(key, None)
-        if grant is None:
-            return []
         self._leases.cancel(key)
-        return [EndGrant(grant.entry, grant.pin)]
-
-    # ── parked requests ──────────────────────────────────────────────────────
+        grant.move(event)
+        return [EndGrant(grant.entry, grant.pin)] if grant.entry is not None else []
 
     def _unpark(self, key: GrantKey) -> None:
-        del self._parked[key]
+        self._parked -= 1
         self._parking.cancel(key)
         waiting = self._parked_on[key[1]]
         waiting.discard(key)
         if not waiting:
             del self._parked_on[key[1]]
 
-    def _unpark_all(self, mm_hash: str) -> list[_Parked]:
-        keys = sorted(self._parked_on.get(mm_hash, ()))
-        parked = [self._parked[key] for key in keys]
-        for key in keys:
-            self._unpark(key)
-        return parked
+    def _refuse(self, grant: Grant, refusal: _Refusal) -> SendToConsumer:
+        grant.move("refused")
+        return self._nack(grant, refusal)
 
-    def _nack(self, peer: bytes, req: XferReq, refusal: _Refusal) -> SendToConsumer:
+    def _nack(self, grant: Grant, refusal: _Refusal) -> SendToConsumer:
+        req = grant.req
         self.counts[f"nack_{refusal.status.name.removeprefix('NACK_').lower()}"] += 1
         ack = XferAck(mm_hash=req.mm_hash, status=refusal.status, session_id=req.session_id)
         if req.planes or req.credit_bytes:
             ack.xfer_id = req.xfer_id
             ack.message, ack.factor = refusal.message[:MAX_TEXT_CHARS], refusal.factor
             ack.traceback = refusal.traceback[-MAX_TEXT_CHARS:]
-        return SendToConsumer(peer, ack)
+        return SendToConsumer(grant.peer, ack)
 
 
 def _key(peer: bytes, message: XferReq | XferCredit | XferDone) -> GrantKey:

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ec_connector.errors import PoolError
-from ec_connector.pool.blocks import BlockPool, EntryState
+from ec_connector.pool.blocks import BlockPool
 from ec_connector.protocol.local import (
     Reserve,
     Reserved,
@@ -65,7 +65,7 @@ class SaveDesk:
             if same and not message.replace:
                 self._pool.touch(item.key, now)
                 return ReservedItem(item.key, entry.generation, held=True)
-            if entry.state is EntryState.SAVING:
+            if entry.saving:
                 return ReservedItem(item.key, refused="being saved already, and not as the same")
             self._pool.drop(item.key)  # the key now stands for other content
         try:

@@ -126,9 +126,9 @@ class Engine:
         answer = self.until(lambda m: isinstance(m, Stats) and m.seq == self.step)
         return answer.values if answer is not None else {}
 
-    def give_up(self, keys: list[str]) -> bool:
-        """Do not save these after all."""
-        for key in keys:
+    def give_up(self, keys: list[str] | None = None) -> bool:
+        """Do not save these after all, or anything that was reserved."""
+        for key in list(self.reserved) if keys is None else keys:
             if key in self.reserved:
                 place = self.reserved.pop(key)[1]
                 self.link.send(SaveFailed(key, place.generation, "the encoder failed"))

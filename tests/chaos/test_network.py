@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.relay import DOWN, UP
-from tests.chaos.world import DEADLINE, GRACE, MIB, Side, World, note
+from tests.chaos.world import GRACE, MIB, SOON, Side, World, note
 
 pytestmark = pytest.mark.chaos
 
@@ -167,10 +167,10 @@ def test_partition_in_the_middle(cable: Cable) -> None:
     with across() as world:
         assert world.transfer()["end"] == "ready"
         cable.limit("20mbit")
-        key = world.fetch(world.item(4 * MIB))
+        key = world.fetch(world.item(8 * MIB), SOON)
         time.sleep(0.5)
         cable.lose(1.0)
-        assert world.ended(key)["end"] == "failed"
+        assert world.ended(key, SOON + GRACE)["end"] == "failed"
         cable.heal()
         cable.limit("1gbit")
         world.settle()
@@ -198,6 +198,6 @@ def test_half_open(cable: Cable) -> None:
         assert world.transfer()["end"] == "ready"
         item = world.item()
         cable.lose(1.0)
-        assert world.ended(world.fetch(item, DEADLINE))["end"] == "failed"
+        assert world.ended(world.fetch(item, SOON), SOON + GRACE)["end"] == "failed"
         cable.heal()
         world.settle()

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from tests.chaos.world import DEADLINE, GRACE, MIB, Side, World, eventually, note
+from tests.chaos.world import GRACE, MIB, Side, World, eventually, note
 
 pytestmark = pytest.mark.chaos
 
@@ -110,6 +110,6 @@ def test_a_consumer_that_is_stopped_holds_up_nobody() -> None:
         for _ in range(5):
             assert beside.transfer()["end"] == "ready"
         os.kill(world.consumer.agent, signal.SIGCONT)
-        world.ended(key, DEADLINE + GRACE)
+        world.ended(key)
         beside.settle()
         world.settle()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.chaos.relay import DOWN, UP
-from tests.chaos.world import MIB, World, eventually
+from tests.chaos.world import GRACE, MIB, SOON, World, eventually
 
 pytestmark = pytest.mark.chaos
 
@@ -112,18 +112,27 @@ def test_stopped_for_a_while(stage: Callable[[World], str], side: str, whom: str
         world.settle()
 
 
-@pytest.mark.parametrize("side", ["producer", "consumer"])
-def test_stopped_for_longer_than_anybody_waits(side: str) -> None:
+def test_producer_stopped_for_longer_than_anybody_waits() -> None:
     """What was asked has ended when it goes on, and nothing of it is left."""
     with World() as world:
-        key = half(world)
-        world.strike(side, "agent", signal.SIGSTOP)
+        assert world.transfer()["end"] == "ready"
+        item = world.item(SIZE)
+        world.strike("producer", "agent", signal.SIGSTOP)
+        assert world.ended(world.fetch(item, SOON), SOON + GRACE)["end"] == "failed"
+        world.strike("producer", "agent", signal.SIGCONT)
+        world.settle()
+
+
+def test_consumer_stopped_for_longer_than_anybody_waits() -> None:
+    """Its deadline has passed when it goes on: the answer is late, and it is one."""
+    with World() as world:
+        assert world.transfer()["end"] == "ready"
+        item = world.item(SIZE)
+        world.relay.hold(UP)
+        key = world.fetch(item, SOON)
+        world.strike("consumer", "agent", signal.SIGSTOP)
         world.relay.let_pass()
-        if side == "producer":
-            assert world.ended(key)["end"] == "failed"
-        else:
-            time.sleep(4.0)
-        world.strike(side, "agent", signal.SIGCONT)
-        if side == "consumer":
-            world.ended(key)
+        time.sleep(SOON + 1.0)
+        world.strike("consumer", "agent", signal.SIGCONT)
+        world.ended(key, GRACE)
         world.settle()

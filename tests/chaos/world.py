@@ -18,8 +18,10 @@ from tests.chaos.relay import Relay
 MIB = 1024 * 1024
 LEASE = 2.0
 CONNECT = 1.0
-DEADLINE = 3.0
-"""Seconds a fetch may take."""
+DEADLINE = 10.0
+"""Seconds a fetch may take that is to succeed; ends of others come much sooner."""
+SOON = 3.0
+"""Seconds a fetch may take that cannot succeed."""
 GRACE = 2.0
 """Seconds later than that in which a busy machine may notice."""
 PATIENCE = 20.0
@@ -178,6 +180,7 @@ class World:
         """Nothing is under way, nothing pinned, all of the pool free, and transfers work."""
         self.relay.let_pass()
         self.relay.mend(self.producer.port)
+        self.producer.ask("give_up")
         if self._asked:
             self.consumer.ask("release", self._asked)
         quiet = {"fetching": 0, "grants": 0, "parked_now": 0, "blocks_pinned": 0}

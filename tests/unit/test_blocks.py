@@ -377,7 +377,7 @@ def test_pin_needs_a_ready_item(pool: BlockPool) -> None:
     with pytest.raises(InternalError, match="pin: 'a' is not held"):
         pool.pin("a", "s", None, 1.0)
     reserve(pool, "a")
-    with pytest.raises(InternalError, match="pin: 'a' is saving"):
+    with pytest.raises(InternalError, match="entry 'a': 'pinned' cannot happen in state 'saving'"):
         pool.pin("a", "s", None, 1.0)
 
 
@@ -510,7 +510,7 @@ def test_story(pool: BlockPool) -> None:
     pool.expire(5.0)
     pool.drop("a")
     told = [line.split(": ", 1)[1] for line in pool.story("a")]
-    assert told == ["reserved", "ready", "pinned (peer-1)", "pin expired (peer-1)", "dropped"]
+    assert told == ["reserved", "written", "pinned (peer-1)", "last pin ended (peer-1)", "dropped"]
     assert pool.story("a")[0].startswith(f"1.000000 generation {entry.generation}")
     assert pool.story("unknown") == []
     for _ in range(100):
@@ -570,8 +570,7 @@ def spoil_generation(pool: BlockPool) -> None:
 
 
 def spoil_dropped(pool: BlockPool) -> None:
-    entry = pool._found.pop("idle")
-    entry.findable = False
+    pool._found.pop("idle").state = EntryState.FREE
 
 
 def spoil_evictable(pool: BlockPool) -> None:
@@ -603,9 +602,9 @@ def spoil_count(pool: BlockPool) -> None:
         (spoil_size, "1000 bytes in 1 blocks of 10"),
         (spoil_findable, "findable=True is not so"),
         (spoil_key, "'other' is findable but holds no blocks"),
-        (spoil_state, "pinned while it is saved"),
+        (spoil_state, "1 pins in state 'saving'"),
         (spoil_generation, "is held as 1, it is 77"),
-        (spoil_dropped, "without readers, yet it holds blocks"),
+        (spoil_dropped, "free, yet it holds blocks"),
         (spoil_evictable, "evictable"),
         (spoil_pins, "pins"),
         (spoil_empty_session, "session without pins"),

@@ -9,7 +9,7 @@ import pytest
 
 from ec_connector.pool.blocks import BlockPool, EntryState
 from ec_connector.protocol.connections import PEER_IDLE_SECONDS
-from ec_connector.protocol.consumer import FIRST_BACKOFF, MAX_BACKOFF, ConsumerMachine
+from ec_connector.protocol.consumer import MAX_BACKOFF, ConsumerMachine
 from ec_connector.protocol.effects import (
     Address,
     Connect,
@@ -20,6 +20,7 @@ from ec_connector.protocol.effects import (
     StopCopy,
     Tell,
 )
+from ec_connector.protocol.fetch import FIRST_BACKOFF
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.protocol.messages import (

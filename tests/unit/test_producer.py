@@ -362,10 +362,12 @@ def test_save_given_up(bench: Bench) -> None:
 
 
 def test_saved_and_gone_again(bench: Bench) -> None:
-    """A ready item that was dropped before its news came grants nothing and keeps nobody."""
+    """A ready item that was dropped before its news came grants nothing; who waits is told."""
     bench.reserve()
     bench.ask()
-    assert bench.machine.saved("a", 0.0) == []
+    (nack,) = bench.machine.saved("a", 0.0)
+    assert isinstance(nack, SendToConsumer)
+    assert nack.message.status is XferStatus.NACK_MISSING
     assert bench.machine.gauges() == {"grants": 0, "parked_now": 0}
 
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One fetch of the consumer's half: its states, and what is known of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final
+
+from ec_connector.errors import InternalError
+from ec_connector.pool.blocks import Entry
+from ec_connector.protocol.effects import Address
+from ec_connector.protocol.local import FetchItem
+from ec_connector.states import Table
+
+FIRST_BACKOFF: Final = 0.05
+
+
+class FetchState(enum.Enum):
+    """Where a fetch stands."""
+
+    NEW = "new"
+    LOCAL = "being saved here"
+    ROOM = "waiting for room in the pool"
+    ASKED = "asked"
+    BACKOFF = "to be asked again"
+    RECEIVING = "receiving"
+    COPYING = "copying from the peer's memory"
+    ENDED = "ended"
+
+
+_ENDS = {"delivered": FetchState.ENDED, "failed": FetchState.ENDED, "unwanted": FetchState.ENDED}
+_BEGINS = {
+    "saved here": FetchState.LOCAL,
+    "no room": FetchState.ROOM,
+    "asks": FetchState.ASKED,
+}
+_LOST = {"connection lost": FetchState.ASKED, "asks": FetchState.ASKED}
+FETCH: Final = Table(
+    "fetch",
+    FetchState.NEW,
+    {
+        FetchState.NEW: _BEGINS | _ENDS,
+        FetchState.LOCAL: _ENDS,
+        FetchState.ROOM: _BEGINS | _ENDS,
+        FetchState.ASKED: {
+            "not ready": FetchState.BACKOFF,
+            "bytes come": FetchState.RECEIVING,
+            "memory shown": FetchState.COPYING,
+            "asks": FetchState.ASKED,
+        }
+        | _ENDS,
+        FetchState.BACKOFF: {"asks": FetchState.ASKED} | _ENDS,
+        FetchState.RECEIVING: _LOST | _ENDS,
+        FetchState.COPYING: _LOST | _ENDS,
+    },
+)
+MOVING: Final = (FetchState.RECEIVING, FetchState.COPYING)
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A client that wants the item, until when and since when (seconds, monotonic)."""
+
+    deadline: float
+    asked_at: float
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One item on its way, for all clients that want it."""
+
+    item: FetchItem
+    address: Address
+    state: FetchState = FetchState.NEW
+    waiters: dict[bytes, Waiter] = field(default_factory=dict)
+    entry: Entry | None = None
+    xfer_id: int = 0
+    received: int = 0
+    owed_credit: int = 0
+    asked_at: float = 0.0
+    window: int = 0
+    window_began: float = 0.0
+    window_received: int = 0
+    backoff: float = FIRST_BACKOFF
+    plane: str = ""
+
+    def move(self, event: str) -> None:
+        """Something happened to it. Raises InternalError where that cannot be."""
+        self.state = FETCH.after(self.state, event, self.item.key)
+
+    def room(self) -> Entry:
+        """The entry that the bytes go to. Raises InternalError where none is reserved."""
+        if self.entry is None:
+            raise InternalError(
+                f"the fetch of {self.item.key!r} is {self.state.value} without room"
+            )
+        return self.entry
