@@ -125,6 +125,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         list[str],
         _texts("Hosts, addresses or CIDR ranges (with an optional :port) that may be dialled."),
     ] = msgspec.field(default_factory=lambda: list(DEFAULT_ALLOW))
+    curve_keys: Annotated[
+        str,
+        _text(
+            "Directory of keys made by ec-connector keygen. With it peers are encrypted and must "
+            "prove a key; empty: neither."
+        ),
+    ] = ""
+    curve_allow: Annotated[
+        str,
+        _text(
+            "File or directory (*.key) of public client keys that may connect. Empty: client.key "
+            "of curve_keys. Read again when it changes."
+        ),
+    ] = ""
     max_peers: Annotated[int, _count(1, 65536, "Peers connected at one time.")] = 256
     max_parked: Annotated[
         int, _count(1, 1 << 20, "Requests that may wait at one time for an item being saved.")
@@ -154,6 +168,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
         _check_planes(self.planes)
         AllowList.parse(self.allow_peers)
+        if self.curve_allow and not self.curve_keys:
+            raise ConfigError(
+                f"curve_allow={self.curve_allow!r} says who may connect, but without curve_keys "
+                "nobody has to prove who it is; set curve_keys too, or leave both out"
+            )
         if self.agent and not self.agent.startswith("ipc://"):
             raise ConfigError(
                 f"agent={self.agent!r} is not an endpoint; give the ipc://... text that the "

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
+from collections.abc import Callable
 
 import zmq
 
-from ec_connector.config import WILDCARD_HOSTS
+from ec_connector.config import WILDCARD_HOSTS, Settings
 from ec_connector.errors import AgentStartError
 from ec_connector.protocol.messages import MAX_BODY_BYTES
 
@@ -16,12 +18,19 @@ DEFAULT_HOST = "127.0.0.1"
 HEARTBEAT_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 5000
 """A peer silent for so long is gone, whatever its connection says."""
+HANDSHAKE_MS = 5000
+"""A connection that has not said who it is by then is closed."""
 
 
 def bind_peers(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    port: int,
+    guard: Callable[[zmq.Socket[bytes]], None] | None = None,
 ) -> tuple[zmq.Socket[bytes], int]:
     """A bound ROUTER for peers and its port (the given one, or a free one for 0).
+
+    ``guard`` is given the socket before it is bound.
 
     Raises:
         AgentStartError: names the address and what is wrong with it.
@@ -36,9 +45,12 @@ def bind_peers(
         # A consumer that hangs without hanging up keeps bytes in the queue, and those their pin.
         (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
         (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
     ):
         router.setsockopt(option, value)
+    if guard is not None:
+        guard(router)
     host = host or DEFAULT_HOST
     shown = f"[{host}]" if ":" in host and host != "::" else "*" if host in WILDCARD_HOSTS else host
     try:
@@ -55,6 +67,23 @@ def bind_peers(
         ) from error
     bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
     return router, int(bound.rpartition(":")[2])
+
+
+def exposure(settings: Settings) -> str:
+    """What is wrong with listening like this beyond this host; empty when nothing is."""
+    host = settings.bind_host or DEFAULT_HOST
+    if settings.curve_keys or settings.agent or host == "localhost":
+        return ""
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return ""
+    except ValueError:
+        pass  # a wildcard, or a name, which may stand for anything
+    return (
+        f"bind_host={host} accepts peers beyond this host, and without curve_keys whoever reaches "
+        "the port can read every encoding, and can listen on the way; make keys with "
+        "'ec-connector keygen DIR' and set curve_keys, or keep the port to a private network"
+    )
 
 
 def advertised_host(bind_host: str, advertise_host: str) -> str:

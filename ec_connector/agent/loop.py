@@ -17,9 +17,10 @@ from collections.abc import Iterable
 
 import zmq
 
+from ec_connector.agent.auth import Gate
 from ec_connector.agent.clients import Clients, Handlers
 from ec_connector.agent.lifeline import Lifelines
-from ec_connector.agent.listen import advertised_host, bind_peers
+from ec_connector.agent.listen import advertised_host, bind_peers, exposure
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.receive import has_message, take_answer, take_request
@@ -80,6 +81,7 @@ class Agent:
     Raises:
         RegionError: the pool's memory cannot be had.
         AgentStartError: the port is taken, or the address cannot be bound.
+        ConfigError: a key file of ``curve_keys`` or ``curve_allow`` cannot be used.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -94,7 +96,15 @@ class Agent:
         self._owner = options.owner_pid
         # First of all, so that an owner that dies during a long start is noticed at its end.
         self._orphan = bool(self._owner) and not self._lifelines.watch(self._owner)
-        self.router, self.port = bind_peers(self._context, settings.bind_host, settings.port)
+        self._gate = Gate(self._context, self._reactor, settings) if settings.curve_keys else None
+        self.router, self.port = bind_peers(
+            self._context,
+            settings.bind_host,
+            settings.port,
+            self._gate.guard if self._gate is not None else None,
+        )
+        if warning := exposure(settings):
+            logger.warning(warning)
         handlers = Handlers(self._welcome, self._from_client, self._clients_gone)
         self.clients = Clients(self._reactor, self._lifelines, handlers)
         self.host = advertised_host(settings.bind_host, settings.advertise_host)
@@ -132,6 +142,7 @@ class Agent:
             AllowList.parse(settings.allow_peers),
             max(settings.chunk_size, 64 * 1024),
             self._read_producer,
+            self._gate.credentials if self._gate is not None else None,
         )
         self.same_host = SameHostPlane(self.region)
         self._fetched: set[str] = set()
@@ -284,7 +295,9 @@ class Agent:
             if not has_message(self.router):
                 return
             try:
-                peer, message = take_request(self.router)
+                peer, message = take_request(
+                    self.router, self._gate.welcome if self._gate is not None else None
+                )
             except WireError as error:
                 self._drop("consumer", error)
                 continue
@@ -377,6 +390,8 @@ class Agent:
             "clients": len(self.clients),
             "frames_dropped": self._dropped_frames,
         }
+        if self._gate is not None:
+            values.update(self._gate.counts())
         for machine in (self.producer, self.consumer):
             values.update(machine.gauges())
         for counts in (self.producer.counts, self.consumer.counts, self.desk.counts):

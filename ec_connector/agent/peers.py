@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ec_connector.agent.listen import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from ec_connector.agent.reactor import Reactor
+from ec_connector.curve import Credentials
 from ec_connector.errors import PeerRefusedError
 from ec_connector.protocol.addresses import AllowList
 from ec_connector.protocol.effects import Address
@@ -38,6 +39,9 @@ _WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+_NOT_LET_IN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class PeerSockets:
         allowed: who may be dialled.
         max_frame_bytes: a larger frame ends the connection it came on.
         on_readable: called where a connection has messages.
+        keys: with them every connection is CURVE; None: every one is plain.
     """
 
     def __init__(
@@ -99,11 +104,13 @@ class PeerSockets:
         allowed: AllowList,
         max_frame_bytes: int,
         on_readable: Callable[[Address, zmq.Socket[bytes]], None],
+        keys: Credentials | None = None,
     ) -> None:
         self._context = context
         self._reactor = reactor
         self._on_readable = on_readable
         self._allowed = allowed
+        self._keys = keys
         self._max_frame_bytes = max_frame_bytes
         self._connections: dict[Address, _Connection] = {}
         self._unsent: dict[Address, list[bytes]] = {}
@@ -202,6 +209,10 @@ class PeerSockets:
         except PeerRefusedError as error:
             self._changes.append(Refused(address, str(error)))
             return
+        if self._keys is not None and self._keys.client is None:
+            text = f"{address} is not dialled: the directory curve_keys holds no client.key_secret"
+            self._changes.append(Refused(address, text))
+            return
         try:
             self._connect(address, found)
         except zmq.ZMQError as error:
@@ -221,6 +232,10 @@ class PeerSockets:
             (zmq.MAXMSGSIZE, self._max_frame_bytes),
         ):
             dealer.setsockopt(option, value)
+        if self._keys is not None and self._keys.client is not None:
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public or b"")
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client.public)
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client.secret)
         try:
             monitor = dealer.get_monitor_socket(_WATCHED)
         except zmq.ZMQError:
@@ -243,6 +258,14 @@ class PeerSockets:
                 connection.was_up = True
                 self._changes.append(Up(address))
                 continue
+            if event & _NOT_LET_IN:
+                # libzmq does not try again after this: whoever comes next dials anew.
+                text = (
+                    f"{address} does not let us in: our client key is not on its list, only one "
+                    "side has curve_keys, or what listens there is something else"
+                )
+                self._changes.append(Refused(address, text))
+                return
             self._changes.append(Down(address))
             retried = event == zmq.EVENT_CONNECT_RETRIED
             if retried and not connection.was_up and len(connection.endpoints) > 1:

@@ -41,17 +41,27 @@ def discard_rest(socket: zmq.Socket[bytes]) -> int:
     return frames
 
 
-def take_request(router: zmq.Socket[bytes]) -> tuple[bytes, ToProducer]:
+def take_request(
+    router: zmq.Socket[bytes], welcome: Callable[[zmq.Frame], bool] | None = None
+) -> tuple[bytes, ToProducer]:
     """One message from a consumer: its identity and what it says.
 
-    Call it only when :func:`has_message`.
+    ``welcome`` is asked whether the frame's sender may still ask. Call it only when
+    :func:`has_message`.
 
     Raises:
         WireError: it is not one; the rest of it has been thrown away.
     """
-    identity = router.recv()
+    known = True
+    if welcome is None:
+        identity = router.recv()
+    else:
+        first = router.recv(copy=False)
+        identity, known = first.bytes, welcome(first)
     frames = [router.recv() for _ in range(2) if router.getsockopt(zmq.RCVMORE)]
     extra = discard_rest(router)
+    if not known:
+        raise WireError("its client key was taken off the list")
     if len(frames) != 2 or frames[0] or extra:
         raise WireError(f"a request of {1 + len(frames) + extra} frames; 3 were due")
     return identity, decode_to_producer(frames[1])

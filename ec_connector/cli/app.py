@@ -101,6 +101,27 @@ def doctor(
 
 
 @app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    as_json: AsJson = False,
+) -> None:
+    """Make the key pairs with which agents encrypt and know each other (curve_keys)."""
+    from ec_connector.curve import make_keys
+
+    try:
+        files = [str(path) for path in make_keys(directory)]
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(msgspec.json.encode({"files": files}).decode())
+        return
+    print(*files, sep="\n")
+    print(f'set "curve_keys": "{directory.absolute()}"; producers need server.key_secret and')
+    print("client.key, consumers client.key_secret and server.key, and nobody needs more.")
+
+
+@app.command()
 def agent(
     settings: Annotated[
         str, typer.Option("--config", metavar="FILE|JSON", help=_SETTINGS_HELP)

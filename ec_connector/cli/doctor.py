@@ -13,13 +13,17 @@ import platform
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
+from ec_connector.agent.listen import exposure
 from ec_connector.cli.vllm_probe import MISSING_HOOKS_ADVICE, find_vllm
 from ec_connector.config import WILDCARD_HOSTS, Settings
-from ec_connector.errors import RegionError
+from ec_connector.curve import CLIENT, AllowedKeys, load_keys
+from ec_connector.errors import ConfigError, RegionError
 from ec_connector.plugin import DISABLE_VARIABLE
 from ec_connector.pool.memory import memory_room
 from ec_connector.pool.region import Region
@@ -63,6 +67,7 @@ def examine(settings: Settings) -> list[Finding]:
         ("shared memory", _shared_memory),
         ("pool size", _pool_size),
         ("address", _address),
+        ("who may connect", _access),
     ]
     return [Finding(name, *check(settings)) for name, check in checks]
 
@@ -177,3 +182,25 @@ def _address(settings: Settings) -> tuple[str, str]:
     except OSError as error:
         return PROBLEM, f"cannot listen on {where}: {error}; change bind_host or port"
     return GOOD, f"can listen on {where}"
+
+
+def _access(settings: Settings) -> tuple[str, str]:
+    """Read the keys as the agent will, or say what their lack means."""
+    if settings.agent:
+        return NOTE, "the running agent decides"
+    if warning := exposure(settings):
+        return PROBLEM, warning
+    if not settings.curve_keys:
+        return GOOD, "peers on this host only; no keys needed"
+    directory = Path(settings.curve_keys)
+    try:
+        keys = load_keys(directory)
+        parts = []
+        if keys.server is not None:
+            listed = Path(settings.curve_allow or directory / f"{CLIENT}.key")
+            parts.append(f"serves {len(AllowedKeys(listed, time.monotonic()))} client keys")
+        if keys.client is not None:
+            parts.append("may fetch")
+    except ConfigError as error:
+        return PROBLEM, str(error)
+    return GOOD, f"encrypted; this agent {' and '.join(parts)}"

@@ -199,3 +199,19 @@ def test_installed_command_runs() -> None:
         [script, "--version"], capture_output=True, text=True, check=True, timeout=50
     )
     assert done.stdout.strip() == __version__
+
+
+def test_keygen(tmp_path: Path) -> None:
+    """Keys are made once; a second time nothing is touched and the status is 1."""
+    made = run("keygen", "--json", str(tmp_path / "keys"))
+    assert made.exit_code == 0
+    files = json.loads(made.stdout)["files"]
+    assert sorted(Path(name).name for name in files) == [
+        "client.key",
+        "client.key_secret",
+        "server.key",
+        "server.key_secret",
+    ]
+    assert run("keygen", str(tmp_path / "keys")).exit_code == 1
+    assert run("keygen").exit_code == 2
+    assert "curve_keys" in run("keygen", str(tmp_path / "more")).stdout

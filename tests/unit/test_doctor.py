@@ -13,6 +13,7 @@ import pytest
 from ec_connector.cli import doctor
 from ec_connector.cli.vllm_probe import NEEDED_HOOKS, find_vllm, probe
 from ec_connector.config import Settings
+from ec_connector.curve import make_keys
 from ec_connector.errors import RegionError
 from ec_connector.pool.memory import Room
 
@@ -131,3 +132,20 @@ def test_installed_vllm_has_every_hook() -> None:
     if vllm is None:
         pytest.skip("vLLM is not installed")
     assert vllm.missing_hooks == ()
+
+
+def test_beyond_this_host_without_keys(tmp_path: Path) -> None:
+    """A port that others reach is a problem without keys, and none with them."""
+    bad = finding("who may connect", bind_host="0.0.0.0")
+    assert bad.status == doctor.PROBLEM
+    assert "ec-connector keygen" in bad.text
+    assert finding("who may connect", bind_host="::1").status == doctor.GOOD
+    make_keys(tmp_path / "keys")
+    keys = str(tmp_path / "keys")
+    good = finding("who may connect", bind_host="0.0.0.0", curve_keys=keys)
+    assert good.status == doctor.GOOD
+    assert "serves 1 client keys and may fetch" in good.text
+    bad = finding("who may connect", curve_keys=keys, curve_allow=str(tmp_path / "none"))
+    assert bad.status == doctor.PROBLEM
+    assert "curve_allow" in bad.text
+    assert finding("who may connect", agent="ipc://@ec").status == doctor.NOTE

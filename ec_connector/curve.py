@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CURVE key files: made once for a fleet, read by agents, re-read when the list changes.
+
+::
+
+    DIR/server.key_secret   agents that serve (producers)
+    DIR/server.key          agents that fetch (consumers): whom they mean to talk to
+    DIR/client.key_secret   agents that fetch
+    DIR/client.key          allowed by agents that serve, unless curve_allow names others
+
+The format is ZeroMQ's own certificate file. Each agent takes what it finds of these. One
+without ``server.key_secret`` serves nobody, one without the other two dials nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.auth.certs import load_certificate
+from zmq.utils import z85
+
+from ec_connector.errors import ConfigError
+
+SERVER, CLIENT = "server", "client"
+_KEY_CHARS = 40
+_MAX_FILES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One key pair, in ZeroMQ's printable form (40 characters each)."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What one agent can prove and whom it can tell.
+
+    ``server`` None: it has no right to serve. ``client`` or ``server_public`` None:
+    it cannot dial.
+    """
+
+    server: Pair | None
+    client: Pair | None
+    server_public: bytes | None
+
+
+def make_keys(directory: Path) -> list[Path]:
+    """Make both key pairs in ``directory`` (0700), secret files 0600. Returns the files.
+
+    Raises:
+        ConfigError: one of the files is there already (nothing is changed), or the
+            directory cannot be written.
+    """
+    require_curve()
+    names = [f"{who}.{kind}" for who in (SERVER, CLIENT) for kind in ("key", "key_secret")]
+    there = [name for name in names if os.path.lexists(directory / name)]
+    if there:
+        raise ConfigError(
+            f"{directory} holds {', '.join(there)} already, and keys in use are not "
+            "overwritten; give another directory"
+        )
+    files = []
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        for who in (SERVER, CLIENT):
+            public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
+            for kind, text in (
+                ("key", f'curve\n    public-key = "{public}"\n'),
+                (
+                    "key_secret",
+                    f'curve\n    public-key = "{public}"\n    secret-key = "{secret}"\n',
+                ),
+            ):
+                path = directory / f"{who}.{kind}"
+                # O_EXCL: never through a link that somebody put there meanwhile.
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(fd, "w", encoding="ascii") as file:
+                    file.write(text)
+                files.append(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write keys to {directory}: {error}") from error
+    return files
+
+
+def load_keys(directory: Path) -> Credentials:
+    """The keys of ``curve_keys``.
+
+    Raises:
+        ConfigError: there are none, one is unreadable, or a secret is readable by everybody.
+    """
+    require_curve()
+    server, client = _pair(directory, SERVER), _pair(directory, CLIENT)
+    if server is None and client is None:
+        raise ConfigError(
+            f"curve_keys={str(directory)!r} holds neither {SERVER}.key_secret nor "
+            f"{CLIENT}.key_secret; make keys with: ec-connector keygen {directory}"
+        )
+    public = directory / f"{SERVER}.key"
+    if public.exists():
+        server_public: bytes | None = public_key(public)
+    else:
+        server_public = server.public if server is not None else None
+    if client is not None and server_public is None:
+        raise ConfigError(
+            f"curve_keys={str(directory)!r} holds no {SERVER}.key, so a producer could not be "
+            "told from an impostor; copy that file from where the keys were made"
+        )
+    return Credentials(server, client, server_public)
+
+
+def public_key(path: Path) -> bytes:
+    """The public key in a file. Raises ConfigError."""
+    return _read(path)[0]
+
+
+def require_curve() -> None:
+    """Raises ConfigError where ZeroMQ was built without CURVE."""
+    if not zmq.has("curve"):
+        raise ConfigError(
+            "this libzmq was built without CURVE, so curve_keys cannot be used; "
+            "install pyzmq from its own wheel"
+        )
+
+
+class AllowedKeys:
+    """The client keys that may connect: one file, or every ``*.key`` of a directory.
+
+    Looked at again when asked, at most once a second, so that a key added or removed
+    counts without a restart.
+
+    Raises:
+        ConfigError: at first, when there is no key to be had. Later the last good list stays.
+    """
+
+    def __init__(self, path: Path, now: float) -> None:
+        self._path = path
+        self._next_look = now + 1.0
+        self._stamp = self._look()
+        self._keys = self._load()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def allows(self, key: bytes) -> bool:
+        """Whether this public key (printable form) is on the list as last read."""
+        return key in self._keys
+
+    def refresh(self, now: float) -> bool:
+        """Read the list again if it changed; whether it was read.
+
+        Raises:
+            ConfigError: it changed and cannot be used now. The last good list stays.
+        """
+        if now < self._next_look:
+            return False
+        self._next_look = now + 1.0
+        stamp = self._look()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp  # said once, not each second, when it cannot be used
+        self._keys = self._load()
+        return True
+
+    def _files(self) -> list[Path]:
+        if not self._path.is_dir():
+            return [self._path]
+        return sorted(self._path.glob("*.key"))[:_MAX_FILES]
+
+    def _look(self) -> list[tuple[str, int, int, int]]:
+        """What changes when a file does: also where files are links that are switched over."""
+        found = []
+        for path in self._files():
+            try:
+                facts = path.stat()
+            except OSError:
+                continue
+            found.append((path.name, facts.st_ino, facts.st_mtime_ns, facts.st_size))
+        return found
+
+    def _load(self) -> frozenset[bytes]:
+        files = self._files()
+        if not self._path.exists():
+            raise ConfigError(
+                f"the allowed client keys {str(self._path)!r} do not exist; give a file or a "
+                "directory of public keys (*.key) as curve_allow"
+            )
+        return frozenset(public_key(path) for path in files)
+
+
+def _pair(directory: Path, who: str) -> Pair | None:
+    path = directory / f"{who}.key_secret"
+    if not path.exists():
+        return None
+    public, secret = _read(path)
+    if secret is None:
+        raise ConfigError(f"{path} holds no secret key; make keys anew with ec-connector keygen")
+    if path.stat().st_mode & 0o007:
+        raise ConfigError(f"{path} can be read by every user of this host: chmod 600 {path}")
+    return Pair(public, secret)
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a file. No error says what stands in it."""
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "no key in it"
+        raise ConfigError(f"cannot use the key file {path}: {why}") from None
+    for key in (public, secret):
+        try:
+            if key is not None and (len(key) != _KEY_CHARS or len(z85.decode(key)) != 32):
+                raise ValueError
+        except (KeyError, ValueError, OverflowError):
+            raise ConfigError(f"the key file {path} holds no CURVE key") from None
+    if secret is not None and zmq.curve_public(secret) != public:
+        raise ConfigError(f"the two keys in {path} do not belong together")
+    return public, secret
