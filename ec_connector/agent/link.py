@@ -158,17 +158,18 @@ class EngineLink:
             reason = f"the agent (pid {pid}) ended; it was not started here"
             logger.error("%s, so no other is", reason)
             events.append(LinkDown(reason))
-        elif self._client is not None and not serving and self._serving is not None:
-            # As a rule it is dying anyway. One that lives and does not talk to its engine is
-            # of no use; the keeper starts another.
-            logger.error("the agent (pid %d) has broken its connection; ending it", self.agent_pid)
-            self._serving.kill()
-        if timeout > 0 and not serving and not events:
+        elif timeout > 0 and not serving and not events:
             # The keeper knows the agent's end a moment after its connection does.
             with contextlib.suppress(queue.Empty):
                 events.append(self._follow(self._arrivals.get(timeout=timeout)))
         while not self._arrivals.empty():
             events.append(self._follow(self._arrivals.get()))
+        if self._client is not None and self._client.ended and self._serving is not None:
+            # As a rule it is dying anyway. One that lives and does not talk to its engine is
+            # of no use; the keeper starts another.
+            if self._serving.alive():
+                logger.error("the connection to the agent (pid %d) broke: ended", self.agent_pid)
+            self._serving.kill()
         return events
 
     def _follow(self, arrival: _Successor | LinkDown) -> LinkDown | LinkUp:

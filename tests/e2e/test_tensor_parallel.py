@@ -7,6 +7,9 @@ same engine when it encodes for itself.
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,7 @@ from ec_connector.demo.questions import Album
 from ec_connector.demo.readings import encoded_pictures, growth, metrics, settled_metrics
 from ec_connector.demo.servers import Server
 from ec_connector.proxy.rewrite import metadata_only
-from tests.e2e.watch import post
+from tests.e2e.watch import agents, by_reason, engine_processes, eventually, post, title
 
 PHOTO, SMALL = (640, 480), (224, 224)
 
@@ -59,3 +62,41 @@ def test_two_ranks_load_what_one_producer_saved(
     assert encoded_pictures(consumer.url) == 6
     assert [one.status for one in (*loaded, *alone)] == [200] * 2 * len(alone)
     assert [one.token_ids for one in loaded] == [one.token_ids for one in alone]
+
+
+def test_one_rank_cannot_load(
+    fleet: Any,
+    album: Album,
+    encode: Callable[[Server, Body], Body],
+    decode: Callable[[Server, Body, Body], Answer],
+) -> None:
+    """Rank 1 alone cannot map a new agent's pool: that request fails, the engine goes on."""
+    producer, consumer = fleet.need("producer", "consumer-tp2")
+    bodies = [chat_body([album.photo(*SMALL)], "What is to be seen?") for _ in range(3)]
+    announcements = [encode(producer, body) for body in bodies]
+    assert decode(consumer, bodies[0], announcements[0]).status == 200
+    (rank,) = [pid for pid in engine_processes(consumer) if title(pid).endswith("TP1")]
+    (agent,) = agents(consumer)
+    limits = resource.prlimit(rank, resource.RLIMIT_NOFILE)
+    resource.prlimit(rank, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        os.kill(agent, signal.SIGKILL)
+        assert eventually(lambda: "another agent serves" in consumer.log.read_text(), 60.0)
+        assert decode(consumer, bodies[1], announcements[1]).status >= 500
+    finally:
+        resource.prlimit(rank, resource.RLIMIT_NOFILE, limits)
+    failed = by_reason(consumer.url, "failed_requests")
+    assert failed.get("load_failed", 0) == 1, failed
+    encoded = encoded_pictures(consumer.url)
+    answer = decode(consumer, bodies[2], announcements[2])
+    assert answer.status == 200, answer.error
+    assert encoded_pictures(consumer.url) == encoded
+
+
+def test_one_rank_dies(fleet: Any) -> None:
+    """vLLM ends the engine then, and nothing of ours outlives it."""
+    (consumer,) = fleet.need("consumer-tp2")
+    (rank,) = [pid for pid in engine_processes(consumer) if title(pid).endswith("TP1")]
+    os.kill(rank, signal.SIGKILL)
+    assert eventually(lambda: not agents(consumer), 20.0)
+    fleet.stop("consumer-tp2")
