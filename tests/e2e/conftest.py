@@ -68,17 +68,27 @@ class Role:
 
 def roles() -> dict[str, Role]:
     """Every engine that a test may ask for, by name."""
+    both = {**PRODUCER, "ec_role": "ec_both"}
     # So few tokens a step that the prompt of one photo is prefilled in chunks.
     chunked = ("--max-num-batched-tokens", "256")
     few_tokens = ("--max-model-len", "2048", "--num-gpu-blocks-override", "18")
     tight = ("--mm-processor-kwargs", json.dumps({"max_pixels": 640 * 480}))
+    trusting = ("--trust-request-mm-kwargs",)
+    # Requests so short that a video has no more rows than an image: the encoder cache then holds
+    # one image of the largest size. And KV blocks for two requests of two such images each, as
+    # long as neither has decoded much.
+    cramped = (*chunked, "--max-model-len", "2040", "--no-enable-prefix-caching")
+    cramped += ("--block-size", "32", "--num-gpu-blocks-override", "126")
     pixels = ("--mm-processor-kwargs", json.dumps({"max_pixels": 200 * 28 * 28}))
     return {
         "alone": Role(),
         "producer": Role(PRODUCER),
         "consumer": Role(CONSUMER, options=chunked),
-        "both": Role({**PRODUCER, "ec_role": "ec_both"}),
-        "both-v2": Role({**PRODUCER, "ec_role": "ec_both"}, env=V2_ENV),
+        "both": Role(both, options=trusting),
+        "both-cramped": Role(
+            both, options=(*cramped, *trusting), settings={"fetch_timeout": "30s"}
+        ),
+        "both-v2": Role(both, env=V2_ENV),
         "consumer-v2": Role(CONSUMER, env=V2_ENV),
         "consumer-tp2": Role(
             CONSUMER,
