@@ -139,6 +139,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "of curve_keys. Read again when it changes."
         ),
     ] = ""
+    ticket_key: Annotated[
+        str,
+        _text(
+            "File of the fleet's ticket key (keygen makes one). With it announcements are signed, "
+            "and only what is signed is dialled and served; allow_peers, left out, allows it all.",
+            agent=False,
+        ),
+    ] = ""
     max_peers: Annotated[int, _count(1, 65536, "Peers connected at one time.")] = 256
     max_parked: Annotated[
         int, _count(1, 1 << 20, "Requests that may wait at one time for an item being saved.")

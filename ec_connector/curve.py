@@ -6,6 +6,7 @@
     DIR/server.key_secret   agents that serve (producers)
     DIR/server.key          agents that fetch (consumers): whom they mean to talk to
     DIR/client.key_secret   agents that fetch
+    DIR/ticket_key          everybody, for the setting of that name
     DIR/client.key          allowed by agents that serve, unless curve_allow names others
 
 The format is ZeroMQ's own certificate file. Each agent takes what it finds of these. One
@@ -15,6 +16,7 @@ without ``server.key_secret`` serves nobody, one without the other two dials nob
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from zmq.utils import z85
 
 from ec_connector.errors import ConfigError
 
-SERVER, CLIENT = "server", "client"
+SERVER, CLIENT, TICKET = "server", "client", "ticket_key"
 _KEY_CHARS = 40
 _MAX_FILES = 65536
 
@@ -51,7 +53,9 @@ class Credentials:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Make both key pairs in ``directory`` (0700), secret files 0600. Returns the files.
+    """Make both key pairs and a ticket key, files 0600 in ``directory`` (0700).
+
+    Returns the files.
 
     Raises:
         ConfigError: one of the files is there already (nothing is changed), or the
@@ -59,6 +63,7 @@ def make_keys(directory: Path) -> list[Path]:
     """
     require_curve()
     names = [f"{who}.{kind}" for who in (SERVER, CLIENT) for kind in ("key", "key_secret")]
+    names.append(TICKET)
     there = [name for name in names if os.path.lexists(directory / name)]
     if there:
         raise ConfigError(
@@ -69,21 +74,19 @@ def make_keys(directory: Path) -> list[Path]:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
+        texts = {TICKET: f"{secrets.token_hex(32)}\n"}
         for who in (SERVER, CLIENT):
             public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
-            for kind, text in (
-                ("key", f'curve\n    public-key = "{public}"\n'),
-                (
-                    "key_secret",
-                    f'curve\n    public-key = "{public}"\n    secret-key = "{secret}"\n',
-                ),
-            ):
-                path = directory / f"{who}.{kind}"
-                # O_EXCL: never through a link that somebody put there meanwhile.
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(fd, "w", encoding="ascii") as file:
-                    file.write(text)
-                files.append(path)
+            half = f'curve\n    public-key = "{public}"\n'
+            texts[f"{who}.key"] = half
+            texts[f"{who}.key_secret"] = f'{half}    secret-key = "{secret}"\n'
+        for name, text in texts.items():
+            path = directory / name
+            # O_EXCL: never through a link that somebody put there meanwhile.
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(fd, "w", encoding="ascii") as file:
+                file.write(text)
+            files.append(path)
     except OSError as error:
         raise ConfigError(f"cannot write keys to {directory}: {error}") from error
     return files

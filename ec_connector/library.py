@@ -55,6 +55,7 @@ from ec_connector.protocol.local import (
     decode_to_agent,
     encode_local,
 )
+from ec_connector.ticket_file import load_tickets
 
 ANSWER_SECONDS = 5.0
 """An agent answers in well under a millisecond; one that takes this long is stuck."""
@@ -68,6 +69,7 @@ class _Member:
 
     def __init__(self, factors: Mapping[str, object] | None, settings: Mapping[str, Any]) -> None:
         self.settings = Settings.parse(settings)
+        self._tickets = load_tickets(self.settings.ticket_key)
         self._lock = threading.Lock()
         identity = Identity(factors=usable_factors(factors or {}))
         self._link = EngineLink(self.settings, identity, "client")
@@ -173,6 +175,10 @@ class Producer(_Member):
 
     def _announcement(self, item: ReserveItem, modality: str) -> dict[str, Any]:
         host, port = self.address
+        signed = {}
+        if self._tickets is not None:
+            ticket = self._tickets.sign(item.key, host, port, item.nbytes, item.dtype, item.shape)
+            signed = {"ticket": ticket}
         return {
             "item_indices": [0],
             "metadata": {},
@@ -182,6 +188,7 @@ class Producer(_Member):
             "size_bytes": item.nbytes,
             "shape": item.shape,
             "dtype": item.dtype,
+            **signed,
         }
 
     def _save(self, place: ReservedItem, raw: np.ndarray[Any, Any]) -> None:
@@ -293,6 +300,7 @@ def _wanted(key: str, announcement: Mapping[str, Any], seconds: float) -> FetchI
             nbytes=int(announcement["size_bytes"]),
             dtype=str(announcement["dtype"]),
             shape=[int(size) for size in announcement["shape"]],
+            ticket=str(announcement.get("ticket", "")),
         )
         _check_sendable(Fetch([item]))
     except (KeyError, OverflowError, TypeError, ValueError, WireError) as error:

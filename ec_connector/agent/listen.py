@@ -72,7 +72,7 @@ def bind_peers(
 def exposure(settings: Settings) -> str:
     """What is wrong with listening like this beyond this host; empty when nothing is."""
     host = settings.bind_host or DEFAULT_HOST
-    if settings.curve_keys or settings.agent or host == "localhost":
+    if settings.curve_keys or settings.ticket_key or settings.agent or host == "localhost":
         return ""
     try:
         if ipaddress.ip_address(host).is_loopback:
@@ -80,9 +80,10 @@ def exposure(settings: Settings) -> str:
     except ValueError:
         pass  # a wildcard, or a name, which may stand for anything
     return (
-        f"bind_host={host} accepts peers beyond this host, and without curve_keys whoever reaches "
-        "the port can read every encoding, and can listen on the way; make keys with "
-        "'ec-connector keygen DIR' and set curve_keys, or keep the port to a private network"
+        f"bind_host={host} accepts peers beyond this host, and without keys or tickets whoever "
+        "reaches the port can read every encoding, and can listen on the way; make keys with "
+        "'ec-connector keygen DIR' and set curve_keys and ticket_key, "
+        "or keep the port to a private network"
     )
 
 

@@ -30,7 +30,7 @@ from ec_connector.config import AgentOptions
 from ec_connector.errors import ConfigError, WireError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
-from ec_connector.protocol.addresses import AllowList
+from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList
 from ec_connector.protocol.consumer import OWNER as FETCH_OWNER
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
@@ -63,6 +63,7 @@ from ec_connector.protocol.local import (
 from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, encode
 from ec_connector.protocol.producer import ProducerMachine
 from ec_connector.protocol.saves import Lost, SaveDesk
+from ec_connector.ticket_file import load_tickets
 
 logger = logging.getLogger("vllm.ec_connector.agent")
 
@@ -81,7 +82,7 @@ class Agent:
     Raises:
         RegionError: the pool's memory cannot be had.
         AgentStartError: the port is taken, or the address cannot be bound.
-        ConfigError: a key file of ``curve_keys`` or ``curve_allow`` cannot be used.
+        ConfigError: a file of ``curve_keys``, ``curve_allow`` or ``ticket_key`` cannot be used.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -114,6 +115,10 @@ class Agent:
         self.pool.on_ready = self._on_ready
         self._identity = options.identity
         planes = tuple(settings.planes)
+        tickets = load_tickets(settings.ticket_key)
+        allowed = settings.allow_peers
+        if tickets is not None and allowed == list(DEFAULT_ALLOW):
+            allowed = ["*"]  # whoever a ticket names; what is never dialled stays so
         self.producer = ProducerMachine(
             self.pool,
             options.identity,
@@ -122,6 +127,8 @@ class Agent:
             lease=settings.lease,
             max_parked=settings.max_parked,
             own_session=self.agent_id,
+            tickets=tickets,
+            announced_at=(self.host, self.port),
         )
         self.consumer = ConsumerMachine(
             self.pool,
@@ -133,13 +140,14 @@ class Agent:
             connect_timeout=settings.connect_timeout,
             max_peers=settings.max_peers,
             lanes=settings.lanes,
+            tickets=tickets,
         )
         self.desk = SaveDesk(self.pool)
         self.transmitter = Transmitter(self.router, self.region, self.pool)
         self.peers = PeerSockets(
             self._context,
             self._reactor,
-            AllowList.parse(settings.allow_peers),
+            AllowList.parse(allowed),
             max(settings.chunk_size, 64 * 1024),
             self._read_producer,
             self._gate.credentials if self._gate is not None else None,

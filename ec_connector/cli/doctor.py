@@ -27,6 +27,7 @@ from ec_connector.errors import ConfigError, RegionError
 from ec_connector.plugin import DISABLE_VARIABLE
 from ec_connector.pool.memory import memory_room
 from ec_connector.pool.region import Region
+from ec_connector.ticket_file import load_tickets
 from ec_connector.units import format_size
 
 GOOD, NOTE, PROBLEM = "good", "note", "problem"
@@ -191,9 +192,10 @@ def _access(settings: Settings) -> tuple[str, str]:
     if warning := exposure(settings):
         return PROBLEM, warning
     if not settings.curve_keys:
-        return GOOD, "peers on this host only; no keys needed"
+        return _access_by_ticket(settings)
     directory = Path(settings.curve_keys)
     try:
+        load_tickets(settings.ticket_key)
         keys = load_keys(directory)
         parts = []
         if keys.server is not None:
@@ -204,3 +206,13 @@ def _access(settings: Settings) -> tuple[str, str]:
     except ConfigError as error:
         return PROBLEM, str(error)
     return GOOD, f"encrypted; this agent {' and '.join(parts)}"
+
+
+def _access_by_ticket(settings: Settings) -> tuple[str, str]:
+    try:
+        tickets = load_tickets(settings.ticket_key)
+    except ConfigError as error:
+        return PROBLEM, str(error)
+    if tickets is None:
+        return GOOD, "peers on this host only; no keys needed"
+    return NOTE, "only what has a ticket is served; nothing is encrypted without curve_keys"

@@ -8,6 +8,7 @@ from typing import Any
 from ec_connector.dtypes import DTypeError, nbytes_of
 from ec_connector.engine.claims import Source
 from ec_connector.protocol.messages import MAX_RANK
+from ec_connector.protocol.tickets import MAX_TICKET_CHARS
 
 
 class BadAnnouncement(ValueError):
@@ -45,7 +46,10 @@ def read_source(params: Any, key: str, rows: int, dtype: str) -> Source | None:
         raise BadAnnouncement(str(error)) from error
     if nbytes != expected:
         raise BadAnnouncement(f"{nbytes} bytes are announced, but shape {shape} has {expected}")
-    return Source(host, port, nbytes, tuple(shape))
+    ticket = entry.get("ticket", "")
+    if not isinstance(ticket, str) or len(ticket) > MAX_TICKET_CHARS or not ticket.isascii():
+        raise BadAnnouncement("ticket is not the text of one")
+    return Source(host, port, nbytes, tuple(shape), ticket)
 
 
 def _is_whole(value: Any) -> bool:

@@ -19,6 +19,7 @@ class Source:
     port: int
     nbytes: int
     shape: tuple[int, ...]
+    ticket: str = ""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

@@ -280,6 +280,7 @@ class Intake:
             nbytes=source.nbytes if source else 0,
             dtype=self._dtype,
             shape=list(source.shape) if source else [],
+            ticket=source.ticket if source else "",
         )
 
     def _fault(self, item: Item, answer: Ready) -> str:

@@ -41,6 +41,7 @@ from ec_connector.protocol.local import (
     ToAgent,
     Welcome,
 )
+from ec_connector.ticket_file import load_tickets
 
 logger = logging.getLogger("vllm.ec_connector.scheduler")
 
@@ -91,6 +92,7 @@ class SchedulerSide:
 
     Raises:
         AgentStartError: the agent did not come up; the text says why.
+        ConfigError: the file of ``ticket_key`` cannot be used.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class SchedulerSide:
         self._link = link
         self._fields = fields
         self._clock = clock
+        self._tickets = load_tickets(facts.settings.ticket_key)
         self._widths = Widths(facts.widths, facts.possible_widths)
         self._intake = Intake(facts.dtype, facts.settings.fetch_timeout, self._widths.fault)
         self._offers = Offers(facts.dtype, facts.widths)
@@ -324,6 +327,15 @@ class SchedulerSide:
             shape=list(offer.shape),
             dtype=self._facts.dtype,
         )
+        if self._tickets is not None:
+            entry["ticket"] = self._tickets.sign(
+                feature.identifier,
+                welcome.peer_host,
+                welcome.peer_port,
+                offer.nbytes,
+                self._facts.dtype,
+                offer.shape,
+            )
         self._tally.add("announced_items")
 
     # ── the agent ────────────────────────────────────────────────────────────

@@ -49,6 +49,7 @@ from ec_connector.protocol.messages import (
     XferStatus,
 )
 from ec_connector.protocol.producer import MAX_PARK_SECONDS
+from ec_connector.protocol.tickets import Tickets
 
 OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
@@ -75,6 +76,7 @@ class ConsumerMachine:
         connect_timeout: seconds a peer may be away before its fetches fail.
         max_peers: connections held at one time.
         lanes: connections to one peer.
+        tickets: with them only what carries a valid ticket is dialled.
     """
 
     def __init__(
@@ -89,12 +91,14 @@ class ConsumerMachine:
         connect_timeout: float = 2.0,
         max_peers: int = 256,
         lanes: int = 1,
+        tickets: Tickets | None = None,
     ) -> None:
         self._pool = pool
         self.identity = identity
         self._session = session_id
         self._planes = list(planes)
         self._chunk = chunk_bytes
+        self._tickets = tickets
         self._fetches: dict[str, Fetch] = {}
         self._by_xfer: dict[int, str] = {}
         self._peers = Connections(connect_timeout, max_peers, lanes, window_bytes)
@@ -135,6 +139,10 @@ class ConsumerMachine:
             return [self._failed(client, item, "missing", text)]
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
+        if item.peer_host and not self._has_ticket(item):
+            self.counts["tickets_refused"] += 1
+            text = "the announcement carries no ticket that a producer of this fleet signed"
+            return [self._failed(client, item, "peer_refused", text)]
         address = self._peers.lane(Address(item.peer_host, item.peer_port))
         fetch = Fetch(item, address)
         fetch.waiters[client] = waiter
@@ -151,6 +159,17 @@ class ConsumerMachine:
         if away is not None:
             return self._fail(item.key, "peer_unreachable", _no_connection(address, away))
         return [*effects, *self._start(item.key, now)]
+
+    def _has_ticket(self, item: FetchItem) -> bool:
+        return self._tickets is None or self._tickets.verify(
+            item.ticket,
+            item.key,
+            item.peer_host,
+            item.peer_port,
+            item.nbytes,
+            item.dtype,
+            item.shape,
+        )
 
     def release(self, client: bytes, key: str, now: float) -> list[Effect]:
         """A client needs an item no longer, whether it has it or still waits for it."""
@@ -419,6 +438,7 @@ class ConsumerMachine:
             credit_bytes=fetch.window,
             chunk_bytes=self._chunk,
             timeout_ms=int(min(max(patience, 0.001), MAX_PARK_SECONDS) * 1000),
+            ticket=fetch.item.ticket,
         )
         self.counts["requests_sent"] += 1
         return [SendToProducer(fetch.address, req)]

@@ -118,6 +118,7 @@ class FetchItem(_Local):
     nbytes: int = 0
     dtype: str = ""
     shape: list[int] = []
+    ticket: str = ""
 
 
 class Fetch(_Local, tag="fetch"):

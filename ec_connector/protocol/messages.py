@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ec_connector.errors import WireError
+from ec_connector.protocol.tickets import MAX_TICKET_CHARS
 
 EC_CONNECTOR_VERSION: int = 1
 """Version of this wire. Bumped when old and new peers could misread each other."""
@@ -84,8 +85,8 @@ class XferReq(
     ``session_id`` and ``mm_hash`` together name the grant. ``credit_bytes`` 0
     asks for the whole payload behind the ack; otherwise the payload comes in
     chunks while there is credit. ``timeout_ms`` is how long the request may be
-    parked at the producer. ``fingerprint`` holds further factors by name; one
-    that a side does not know is not compared.
+    parked at the producer. ``ticket`` is the announcement's. ``fingerprint``
+    holds further factors by name; one that a side does not know is not compared.
     """
 
     mm_hash: str
@@ -98,6 +99,7 @@ class XferReq(
     credit_bytes: int = 0
     chunk_bytes: int = 0
     timeout_ms: int = 0
+    ticket: str = ""
 
 
 class RegionRef(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
@@ -238,6 +240,7 @@ _TEXT_LIMITS = {
     "mm_hash": MAX_HASH_CHARS,
     "session_id": MAX_HASH_CHARS,
     "compatibility_hash": MAX_HASH_CHARS,
+    "ticket": MAX_TICKET_CHARS,
     "dtype": 32,
     "plane": 32,
     "factor": 64,

@@ -40,6 +40,7 @@ from ec_connector.protocol.messages import (
     XferReq,
     XferStatus,
 )
+from ec_connector.protocol.tickets import Tickets
 
 MAX_CHUNK_BYTES: Final = 16 * 1024 * 1024
 MIN_CHUNK_BYTES: Final = 4 * 1024
@@ -60,6 +61,8 @@ class ProducerMachine:
         max_parked: requests that may wait for saves at one time.
         own_session: session of this agent's own consumer. What that one asks for is not here:
             its request would only wait for itself.
+        tickets: with them only requests are served that carry the item's ticket.
+        announced_at: host and port that this producer's announcements name.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class ProducerMachine:
         lease: float = 30.0,
         max_parked: int = 4096,
         own_session: str | None = None,
+        tickets: Tickets | None = None,
+        announced_at: tuple[str, int] = ("", 0),
     ) -> None:
         self._pool = pool
         self.identity = identity
@@ -80,6 +85,8 @@ class ProducerMachine:
         self._lease = lease
         self._max_parked = max_parked
         self._own_session = own_session
+        self._tickets = tickets
+        self._announced_at = announced_at
         self._grants: dict[GrantKey, Grant] = {}
         self._parked = 0
         self._parked_on: dict[str, set[GrantKey]] = {}
@@ -99,8 +106,13 @@ class ProducerMachine:
         if refusal := self._gate(req):
             return [*effects, self._refuse(grant, refusal)]
         entry = self._pool.get(req.mm_hash)
+        if entry is not None and not self._has_ticket(req, entry):
+            self.counts["tickets_refused"] += 1
+            entry = None  # who has no ticket does not learn what is here
         if entry is None or (entry.saving and self._is_own(req)):
             text = "neither held nor being saved here"
+            if self._tickets is not None:
+                text += ", or asked for without its ticket"
             return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_MISSING, text))]
         if entry.ready:
             return [*effects, *self._grant(key, grant, entry, now)]
@@ -211,6 +223,14 @@ class ProducerMachine:
 
     def _is_own(self, req: XferReq) -> bool:
         return self._own_session is not None and req.session_id == self._own_session
+
+    def _has_ticket(self, req: XferReq, entry: Entry) -> bool:
+        if self._tickets is None:
+            return True
+        host, port = self._announced_at
+        return self._tickets.verify(
+            req.ticket, entry.key, host, port, entry.nbytes, entry.dtype, entry.shape
+        )
 
     def _gate(self, req: XferReq) -> _Refusal | None:
         if req.connector_version != EC_CONNECTOR_VERSION:

@@ -59,6 +59,10 @@ OURS: dict[str, tuple[str, ToProducer | ToConsumer]] = {
         "a version that no release has spoken, for the gate",
         XferReq(HASH, COMPATIBILITY, SESSION, 200),
     ),
+    "req_ticket": (
+        "with the announcement's ticket",
+        XferReq(HASH, COMPATIBILITY, SESSION, 1, xfer_id=8, ticket=COMPATIBILITY),
+    ),
     "req_odd_identifier": (
         "an identifier is any text: a LoRA name, a client's uuid",
         XferReq("lora-é:../☃", COMPATIBILITY, SESSION, 1, xfer_id=1),

@@ -282,7 +282,7 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
         files = make_keys(tmp_path / "new" / "keys")
     finally:
         os.umask(old)
-    assert len(files) == 4
+    assert len(files) == 5
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE((tmp_path / "new" / "keys").stat().st_mode) == 0o700
 

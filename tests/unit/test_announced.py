@@ -28,6 +28,17 @@ def test_an_announcement_is_read() -> None:
     assert source is not None
     assert (source.host, source.port, source.nbytes, source.shape) == ("10.0.0.1", 5000, 64, (4, 8))
     assert str(source) == "10.0.0.1:5000"
+    assert source.ticket == ""
+    signed = read_source({"k": GOOD | {"ticket": "0" * 64}}, "k", 4, "bfloat16")
+    assert signed is not None
+    assert signed.ticket == "0" * 64
+
+
+@pytest.mark.parametrize("ticket", [None, 3, ["t"], "0" * 65, "é", "\ud800"])
+def test_what_is_no_ticket(ticket: object) -> None:
+    """Refused before it is sent anywhere."""
+    with pytest.raises(BadAnnouncement, match="ticket"):
+        read_source({"k": GOOD | {"ticket": ticket}}, "k", 4, "bfloat16")
 
 
 @pytest.mark.parametrize(

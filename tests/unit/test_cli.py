@@ -211,6 +211,7 @@ def test_keygen(tmp_path: Path) -> None:
         "client.key_secret",
         "server.key",
         "server.key_secret",
+        "ticket_key",
     ]
     assert run("keygen", str(tmp_path / "keys")).exit_code == 1
     assert run("keygen").exit_code == 2

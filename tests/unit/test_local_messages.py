@@ -43,7 +43,7 @@ TO_AGENT: list[Any] = [
     Saved([("key", 1), ("other", 2)]),
     SaveFailed("key", 1, "message", "traceback"),
     StepDone(3),
-    Fetch([FetchItem("key", 10_000, "127.0.0.1", 14579, 64, "bfloat16", [4, 8])]),
+    Fetch([FetchItem("key", 10_000, "127.0.0.1", 14579, 64, "bfloat16", [4, 8], "t")]),
     Release(["key", "other"]),
     DropAll(),
     AskStats(5),

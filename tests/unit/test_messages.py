@@ -36,7 +36,8 @@ from ec_connector.protocol.messages import (
 REGION = RegionRef(pid=4242, fd=17, nbytes=1 << 30, block_bytes=1 << 16, token="ab" * 16)
 FULL: list[messages.ToProducer | messages.ToConsumer] = [
     XferReq(
-        "hash", "compat", "session", 2, 7, {"dtype": "bfloat16"}, ["memory", "zmq"], 1, 2, 3
+        "hash", "compat", "session", 2, 7, {"dtype": "bfloat16"}, ["memory", "zmq"], 1, 2, 3,
+        "ticket",
     ),
     XferCredit("session", "hash", 7, 1 << 20),
     XferDone("session", "hash", 7),

@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from ec_connector.protocol.local import (
     Welcome,
 )
 from ec_connector.protocol.messages import RegionRef
+from ec_connector.protocol.tickets import Tickets
 
 ROWS, WIDTH = 4, 8
 NBYTES = ROWS * WIDTH * 2
@@ -127,9 +129,9 @@ def welcome(token: str) -> Welcome:
     return Welcome("agent", 1, region, "10.0.0.9", 5000)
 
 
-def side(role: str, link: ScriptedLink) -> SchedulerSide:
+def side(role: str, link: ScriptedLink, settings: Settings | None = None) -> SchedulerSide:
     facts = EngineFacts(
-        settings=Settings(),
+        settings=settings or Settings(),
         identity=Identity(),
         is_producer=role in ("producer", "both"),
         is_consumer=role in ("consumer", "both"),
@@ -547,6 +549,27 @@ def test_producer_saves_and_announces() -> None:
         "shape": [ROWS, WIDTH],
         "dtype": "bfloat16",
     }
+
+
+def test_announcements_are_signed_and_tickets_passed_on(tmp_path: Path) -> None:
+    """With a ticket key a producer signs what it announces; a consumer's agent gets the ticket."""
+    path = tmp_path / "ticket_key"
+    path.write_text("5e" * 32)
+    path.chmod(0o600)
+    link = ScriptedLink()
+    link.answer = reserve_all
+    scheduler = side("producer", link, Settings(ticket_key=str(path)))
+    request = Req("r", [Feature("a")])
+    encode(scheduler, request)
+    announced = scheduler.finished(request) or {}
+    facts = ("a", "10.0.0.9", 5000, NBYTES, "bfloat16", [ROWS, WIDTH])
+    assert announced["a"]["ticket"] == Tickets([b"\x5e" * 32]).sign(*facts)
+
+    asks = ScriptedLink()
+    consumer = side("consumer", asks)
+    assert not consumer.ensure(Req("r", [Feature("a")], announced), 0)
+    step(consumer, tokens=0)
+    assert asks.of(Fetch)[0].items[0].ticket == announced["a"]["ticket"]
 
 
 def test_metadata_travels_to_other_processes() -> None:
