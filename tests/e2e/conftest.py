@@ -72,6 +72,7 @@ def roles() -> dict[str, Role]:
     # So few tokens a step that the prompt of one photo is prefilled in chunks.
     chunked = ("--max-num-batched-tokens", "256")
     few_tokens = ("--max-model-len", "2048", "--num-gpu-blocks-override", "18")
+    two_ranks = ("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data")
     tight = ("--mm-processor-kwargs", json.dumps({"max_pixels": 640 * 480}))
     trusting = ("--trust-request-mm-kwargs",)
     # Requests so short that a video has no more rows than an image: the encoder cache then holds
@@ -92,7 +93,7 @@ def roles() -> dict[str, Role]:
         "consumer-v2": Role(CONSUMER, env=V2_ENV),
         "consumer-tp2": Role(
             CONSUMER,
-            options=("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data"),
+            options=two_ranks,
             env=TWO_CORES,
             settings=PATIENT,
         ),
@@ -106,7 +107,13 @@ def roles() -> dict[str, Role]:
             options=(*tight, *chunked, *few_tokens),
             settings={"pool_size": "512KiB", "fetch_timeout": "3s"},
         ),
-        "producer-dp2": Role(PRODUCER, options=("--data-parallel-size", "2"), env=TWO_CORES),
+        "both-dp2": Role(
+            {**PRODUCER, "ec_role": "ec_both"},
+            options=("--data-parallel-size", "2"),
+            env=TWO_CORES,
+            settings=PATIENT,
+        ),
+        "producer-tp2": Role(PRODUCER, options=two_ranks, env=TWO_CORES),
         "producer-dtype": Role(PRODUCER, options=("--dtype", "float32")),
         "producer-model": Role(PRODUCER, model="other"),
         "producer-options": Role(PRODUCER, options=pixels),

@@ -24,7 +24,7 @@ from ec_connector.demo.readings import encoded_pictures, growth, metrics, settle
 from ec_connector.demo.servers import LOOPBACK, Server
 from ec_connector.protocol.local import ReserveItem
 from ec_connector.proxy.rewrite import decode_body, metadata_only
-from tests.e2e.watch import agent_stats, by_reason, eventually
+from tests.e2e.watch import agent_stats, agents, by_reason, eventually
 
 PHOTO, SMALL, LARGE = (640, 480), (224, 224), (2000, 1500)
 PROMPT = "What is to be seen?"
@@ -254,23 +254,34 @@ def test_two_producers_in_one_request(
     assert growth(before, after, FETCHED_ITEMS) == 2
 
 
-def test_two_ranks_of_one_producer(
+def test_data_parallel_ranks(
     fleet: Any, bodies: list[Body], reference: Reference, encode: Encode, decode: Decode
 ) -> None:
-    """Data-parallel ranks have agents and ports of their own; both are announced and reached."""
-    asked = bodies[:8]
-    expected = [reference(body).token_ids for body in asked]
-    producer, consumer = fleet.need("producer-dp2", "consumer")
-    encoded_pictures(producer.url), encoded_pictures(consumer.url)
-    with ThreadPoolExecutor(4) as pool:
-        announcements = list(pool.map(lambda body: encode(producer, body), asked))
+    """Each has an agent and a port of its own; as producers and as consumers both are reached."""
+    expected = [reference(body).token_ids for body in bodies[:12]]
+    ranks, producer, consumer = fleet.need("both-dp2", "producer", "consumer")
+    for server in (ranks, producer, consumer):
+        encoded_pictures(server.url)
+
+    def encode_all(server: Server, asked: list[Body]) -> list[Body]:
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(partial(encode, server), asked))
+
+    first, second = bodies[:6], bodies[6:12]
+    announcements = encode_all(ranks, first)
     ports = {entry["peer_port"] for one in announcements for entry in one.values()}
-    assert len(ports) == 2
+    assert len(ports) == len(agents(ranks)) == 2
     encoded = encoded_pictures(consumer.url)
-    answers = [decode(consumer, body, own) for body, own in zip(asked, announcements, strict=True)]
-    assert [one.token_ids for one in answers] == expected
+    answers = [decode(consumer, body, own) for body, own in zip(first, announcements, strict=True)]
     assert encoded_pictures(consumer.url) == encoded
-    fleet.stop("producer-dp2")
+
+    encoded = encoded_pictures(ranks.url)
+    announcements = encode_all(producer, second)
+    with ThreadPoolExecutor(4) as pool:
+        answers += pool.map(partial(decode, ranks), second, announcements)
+    assert encoded_pictures(ranks.url) == encoded
+    assert [one.token_ids for one in answers] == expected
+    fleet.stop("both-dp2")
 
 
 # ── more than a tight engine has room for ────────────────────────────────────

@@ -100,3 +100,22 @@ def test_one_rank_dies(fleet: Any) -> None:
     os.kill(rank, signal.SIGKILL)
     assert eventually(lambda: not agents(consumer), 20.0)
     fleet.stop("consumer-tp2")
+
+
+def test_one_rank_loads_what_two_encoded(
+    fleet: Any,
+    album: Album,
+    reference: Callable[[Body], Answer],
+    encode: Callable[[Server, Body], Body],
+    decode: Callable[[Server, Body, Body], Answer],
+) -> None:
+    """Rank 0 saves for all; each photo was encoded by one of the two."""
+    bodies = [chat_body([album.photo(*PHOTO), album.photo(*SMALL)], "Compare.") for _ in range(3)]
+    expected = [reference(body).token_ids for body in bodies]
+    producer, consumer = fleet.need("producer-tp2", "consumer")
+    announcements = [encode(producer, body) for body in bodies]
+    encoded = encoded_pictures(consumer.url)
+    answers = [decode(consumer, body, own) for body, own in zip(bodies, announcements, strict=True)]
+    assert [one.token_ids for one in answers] == expected
+    assert encoded_pictures(consumer.url) == encoded
+    fleet.stop("producer-tp2")
