@@ -22,6 +22,10 @@ HANDSHAKE_MS = 5000
 """A connection that has not said who it is by then is closed."""
 
 
+CURVE_BYTES = 64
+"""Room for what CURVE adds to a frame (33 bytes): libzmq's size limit is for what is sent."""
+
+
 def bind_peers(
     context: zmq.Context[zmq.Socket[bytes]],
     host: str,
@@ -46,7 +50,7 @@ def bind_peers(
         (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-        (zmq.MAXMSGSIZE, MAX_BODY_BYTES),
+        (zmq.MAXMSGSIZE, MAX_BODY_BYTES + CURVE_BYTES),
     ):
         router.setsockopt(option, value)
     if guard is not None:

@@ -20,7 +20,7 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ec_connector.agent.listen import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from ec_connector.agent.listen import CURVE_BYTES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from ec_connector.agent.reactor import Reactor
 from ec_connector.curve import Credentials
 from ec_connector.errors import PeerRefusedError
@@ -229,7 +229,7 @@ class PeerSockets:
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.MAXMSGSIZE, self._max_frame_bytes),
+            (zmq.MAXMSGSIZE, self._max_frame_bytes + CURVE_BYTES),
         ):
             dealer.setsockopt(option, value)
         if self._keys is not None and self._keys.client is not None:

@@ -24,7 +24,8 @@ from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.messages import XferReq, encode
 
 SMALL: dict[str, Any] = {"pool_size": "4MiB"}
-ROWS = np.arange(60_000, dtype=np.float32).reshape(100, 600)
+# Whole chunks among it: what CURVE adds to a full one must pass the size limit too.
+ROWS = np.arange(600_000, dtype=np.float32).reshape(1000, 600)
 PATIENCE = 10.0
 
 
