@@ -71,6 +71,7 @@ class Soak:
         self.open: dict[str, tuple[float, float]] = {}
         self.unsaved: list[tuple[str, int]] = []
         self.stalls = Stalls()
+        world.stalled = self.stalls.between
         self.endings: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.wrong: list[str] = []
