@@ -36,6 +36,7 @@ OUR_REQUEST_FIELDS: dict[str, Any] = {
     "credit_bytes": 1,
     "chunk_bytes": 2,
     "timeout_ms": 3,
+    "ticket": "1.0123",
 }
 OUR_ACK_FIELDS: dict[str, Any] = {
     "xfer_id": 7,

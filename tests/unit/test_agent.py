@@ -81,8 +81,9 @@ def test_two_with_the_same_settings() -> None:
 def test_ends_with_its_owner(number: signal.Signals) -> None:
     """However the owner dies, the agent is gone within two seconds and its names with it."""
     code = """
-import time
+import signal, time
 from ec_connector import Producer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored where tests run
 producer = Producer(pool_size="8MiB")
 print(producer.agent_pid, flush=True)
 time.sleep(60)
