@@ -330,13 +330,13 @@ def test_preempted_after_a_load(
 ) -> None:
     """Long answers crowd each other out of the KV cache; each is resumed with its photo."""
     producer, consumer = tight
-    asked = [chat_body([album.photo(*PHOTO)], PROMPT, max_tokens=800) for _ in range(2)]
+    asked = [chat_body([album.photo(*PHOTO)], PROMPT, max_tokens=1500) for _ in range(2)]
     announcements = [encode(producer, body) for body in asked]
     before, encoded = metrics(consumer.url), encoded_pictures(consumer.url)
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(partial(decode, consumer), asked, announcements))
     after = settled_metrics(consumer.url)
-    assert [len(one.token_ids) for one in answers] == [800] * 2
+    assert [len(one.token_ids) for one in answers] == [1500] * 2
     assert growth(before, after, "vllm:num_preemptions_total") > 0
     assert encoded_pictures(consumer.url) == encoded
     short = [{**body, "max_tokens": 16} for body in asked]
