@@ -71,7 +71,6 @@ def roles() -> dict[str, Role]:
     both = {**PRODUCER, "ec_role": "ec_both"}
     # So few tokens a step that the prompt of one photo is prefilled in chunks.
     chunked = ("--max-num-batched-tokens", "256")
-    few_tokens = ("--max-model-len", "2048", "--num-gpu-blocks-override", "18")
     two_ranks = ("--tensor-parallel-size", "2", "--mm-encoder-tp-mode", "data")
     tight = ("--mm-processor-kwargs", json.dumps({"max_pixels": 640 * 480}))
     trusting = ("--trust-request-mm-kwargs",)
@@ -100,11 +99,11 @@ def roles() -> dict[str, Role]:
         # Its pool holds one photo of 640 x 480, and it is reached by IPv6.
         "producer-small": Role(PRODUCER, settings={"pool_size": "384KiB", "bind_host": "::1"}),
         "producer-tight": Role(PRODUCER, options=tight, settings={"advertise_host": "localhost"}),
-        # Room for one photo in its encoder cache, two in its pool, and for the tokens of one long
-        # request; the producer, which runs with the same options, is reached by its host's name.
+        # Room for two photos in its pool. The producer, which runs with the same options, is
+        # reached by its host's name.
         "consumer-tight": Role(
             CONSUMER,
-            options=(*tight, *chunked, *few_tokens),
+            options=(*tight, *chunked),
             settings={"pool_size": "512KiB", "fetch_timeout": "3s"},
         ),
         "both-dp2": Role(
