@@ -149,7 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     max_peers: Annotated[int, _count(1, 65536, "Peers connected at one time.")] = 256
     max_parked: Annotated[
-        int, _count(1, 1 << 20, "Requests that may wait at one time for an item being saved.")
+        int, _count(1, 1 << 20, "Requests that may wait for saves; peers share them evenly.")
     ] = 4096
     agent: Annotated[
         str,

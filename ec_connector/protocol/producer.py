@@ -40,13 +40,12 @@ from ec_connector.protocol.messages import (
     XferReq,
     XferStatus,
 )
+from ec_connector.protocol.parking import GrantKey, Parking
 from ec_connector.protocol.tickets import Tickets
 
 MAX_CHUNK_BYTES: Final = 16 * 1024 * 1024
 MIN_CHUNK_BYTES: Final = 4 * 1024
 MAX_PARK_SECONDS: Final = 600.0
-
-GrantKey = tuple[str, str]
 
 
 class ProducerMachine:
@@ -58,7 +57,7 @@ class ProducerMachine:
         region: how a process of this host finds the pool's memory.
         planes: planes this producer offers, best first.
         lease: seconds a grant lives without word from its consumer.
-        max_parked: requests that may wait for saves at one time.
+        max_parked: requests that may wait for saves at one time, shared as ``Parking`` says.
         own_session: session of this agent's own consumer. What that one asks for is not here:
             its request would only wait for itself.
         tickets: with them only requests are served that carry the item's ticket.
@@ -83,15 +82,13 @@ class ProducerMachine:
         self._region = region
         self._planes = planes
         self._lease = lease
-        self._max_parked = max_parked
         self._own_session = own_session
         self._tickets = tickets
         self._announced_at = announced_at
         self._grants: dict[GrantKey, Grant] = {}
-        self._parked = 0
-        self._parked_on: dict[str, set[GrantKey]] = {}
+        self._of_peer: dict[bytes, set[GrantKey]] = {}
+        self._parking = Parking(max_parked)
         self._leases: Deadlines[GrantKey] = Deadlines()
-        self._parking: Deadlines[GrantKey] = Deadlines()
         self._pins = 0
         self.counts: Counter[str] = Counter()
 
@@ -116,15 +113,16 @@ class ProducerMachine:
             return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_MISSING, text))]
         if entry.ready:
             return [*effects, *self._grant(key, grant, entry, now)]
-        if self._parked >= self._max_parked:
-            text = f"{self._max_parked} requests are parked already"
-            return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_NOT_READY, text))]
-        wait = min(req.timeout_ms / 1000.0, MAX_PARK_SECONDS)
+        if self._parking.full():
+            text = f"no place to wait: {len(self._parking)} requests are parked already"
+            no_place = _Refusal(XferStatus.NACK_NOT_READY, text)
+            other = self._parking.gives_way_to(peer)
+            if other is None:
+                return [*effects, self._refuse(grant, no_place)]
+            effects.append(self._refuse(self._drop(other), no_place))
         grant.move("parked")
-        self._grants[key] = grant
-        self._parked_on.setdefault(req.mm_hash, set()).add(key)
-        self._parked += 1
-        self._parking.set(key, now + wait)
+        self._keep(key, grant)
+        self._parking.add(key, peer, now + min(req.timeout_ms / 1000.0, MAX_PARK_SECONDS))
         self.counts["parked"] += 1
         return effects
 
@@ -134,9 +132,8 @@ class ProducerMachine:
         if entry is None or not entry.ready:
             return self.lost(mm_hash, "")
         effects: list[Effect] = []
-        for key in sorted(self._parked_on.get(mm_hash, ())):
-            self._unpark(key)
-            effects += self._grant(key, self._grants.pop(key), entry, now)
+        for key in self._parking.waiting_for(mm_hash):
+            effects += self._grant(key, self._drop(key), entry, now)
         return effects
 
     def lost(self, mm_hash: str, message: str, traceback: str = "") -> list[Effect]:
@@ -149,15 +146,12 @@ class ProducerMachine:
             refusal = _Refusal(XferStatus.NACK_INTERNAL, message, traceback=traceback)
         else:
             refusal = _Refusal(XferStatus.NACK_MISSING, "the save was given up")
-        effects: list[Effect] = []
-        for key in sorted(self._parked_on.get(mm_hash, ())):
-            self._unpark(key)
-            effects.append(self._refuse(self._grants.pop(key), refusal))
-        return effects
+        waiting = self._parking.waiting_for(mm_hash)
+        return [self._refuse(self._drop(key), refusal) for key in waiting]
 
     def drop_all(self) -> list[Effect]:
         """The model's weights changed: nothing that is being saved now will be served."""
-        return [effect for mm_hash in list(self._parked_on) for effect in self.lost(mm_hash, "")]
+        return [effect for mm_hash in self._parking.items() for effect in self.lost(mm_hash, "")]
 
     def credited(self, peer: bytes, credit: XferCredit, now: float) -> list[Effect]:
         """A consumer has room for more of a grant."""
@@ -179,7 +173,7 @@ class ProducerMachine:
 
     def peer_gone(self, peer: bytes) -> list[Effect]:
         """No message can reach this peer any more: its grants end."""
-        keys = [key for key, grant in self._grants.items() if grant.peer == peer]
+        keys = sorted(self._of_peer.get(peer, ()))
         return [effect for key in keys for effect in self._end(key, "peer gone")]
 
     def tick(self, now: float) -> list[Effect]:
@@ -203,18 +197,21 @@ class ProducerMachine:
 
     def gauges(self) -> dict[str, int]:
         """Grants and parked requests at this moment."""
-        return {"grants": len(self._grants) - self._parked, "parked_now": self._parked}
+        parked = len(self._parking)
+        return {"grants": len(self._grants) - parked, "parked_now": parked}
 
     def validate(self) -> None:
         """Raise InternalError if the tables disagree with each other."""
         parked = {k for k, grant in self._grants.items() if grant.state is GrantState.PARKED}
         granted = {k: g for k, g in self._grants.items() if g.state is GrantState.GRANTED}
-        if len(parked) + len(granted) != len(self._grants) or len(parked) != self._parked:
+        if len(parked) + len(granted) != len(self._grants):
             raise InternalError("a request is kept that is neither parked nor granted")
-        if len(self._leases) != len(granted) or len(self._parking) != len(parked):
-            raise InternalError("a grant or a parked request without its deadline")
-        if parked != {key for keys in self._parked_on.values() for key in keys}:
-            raise InternalError("parked requests and their index differ")
+        if len(self._leases) != len(granted):
+            raise InternalError("a grant without its lease")
+        self._parking.validate(parked)
+        by_peer = {(g.peer, key) for key, g in self._grants.items()}
+        if by_peer != {(peer, key) for peer, keys in self._of_peer.items() for key in keys}:
+            raise InternalError("grants and their peers differ")
         for grant in granted.values():
             if grant.entry is None or grant.pin not in grant.entry.pins:
                 raise InternalError(f"grant {grant.pin} of {grant.req.mm_hash} has no pin")
@@ -256,7 +253,7 @@ class ProducerMachine:
         self._pool.pin(entry.key, grant.pin, None, now)
         grant.chunk = min(max(req.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         grant.credit = min(req.credit_bytes, MAX_CREDIT_BYTES)
-        self._grants[key] = grant
+        self._keep(key, grant)
         self._leases.set(key, now + self._lease)
         self.counts["grants_made"] += 1
         ack = XferAck(mm_hash=req.mm_hash, status=XferStatus.OK, session_id=req.session_id)
@@ -291,21 +288,25 @@ class ProducerMachine:
             grant.credit -= nbytes
         return effects
 
-    def _end(self, key: GrantKey, event: str) -> list[Effect]:
+    def _keep(self, key: GrantKey, grant: Grant) -> None:
+        self._grants[key] = grant
+        self._of_peer.setdefault(grant.peer, set()).add(key)
+
+    def _drop(self, key: GrantKey) -> Grant:
         grant = self._grants.pop(key)
         if grant.state is GrantState.PARKED:
-            self._unpark(key)
+            self._parking.remove(key)
         self._leases.cancel(key)
+        keys = self._of_peer[grant.peer]
+        keys.discard(key)
+        if not keys:
+            del self._of_peer[grant.peer]
+        return grant
+
+    def _end(self, key: GrantKey, event: str) -> list[Effect]:
+        grant = self._drop(key)
         grant.move(event)
         return [EndGrant(grant.entry, grant.pin)] if grant.entry is not None else []
-
-    def _unpark(self, key: GrantKey) -> None:
-        self._parked -= 1
-        self._parking.cancel(key)
-        waiting = self._parked_on[key[1]]
-        waiting.discard(key)
-        if not waiting:
-            del self._parked_on[key[1]]
 
     def _refuse(self, grant: Grant, refusal: _Refusal) -> SendToConsumer:
         grant.move("refused")

@@ -43,7 +43,10 @@ def rate(world: World) -> float:
 
 @pytest.mark.timeout(180)
 def test_two_thousand_fetches_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of items that are not there yet, a quarter of what may be parked; then they are."""
+    """All of items that are not there yet, a quarter of what may be parked; then they are.
+
+    Another peer that comes while the crowd waits is given a place at once.
+    """
     pool = (FETCHES + 64) * 65536
     with contextlib.ExitStack() as stack:
         sides = Side("producer", pool_size=pool, max_parked=PARKED), Side("consumer")
@@ -71,6 +74,13 @@ def test_two_thousand_fetches_at_once(capsys: pytest.CaptureFixture[str]) -> Non
         note(f"fault: {FETCHES} fetches at once")
         eventually(lambda: world.producer.stats()["parked_now"] == PARKED, "no crowd comes")
         peak = own_memory(world.producer.agent)
+        asked = world.consumer.stats()["requests_sent"]
+        late = world.fetch(world.through_relay(world.producer.ask("reserve", ["late"], NBYTES)[0]))
+        time.sleep(1.0)
+        assert world.producer.stats()["parked_now"] == PARKED
+        assert world.producer.ask("save", ["late"], NBYTES)
+        assert world.ended(late)["end"] == "ready"
+        assert world.consumer.stats()["requests_sent"] == asked + 1, "no place for a newcomer"
         assert world.producer.ask("save", keys, NBYTES)
 
         begun = time.monotonic()

@@ -403,6 +403,33 @@ def test_room_for_parked_is_bounded() -> None:
     assert "1 requests are parked" in ack.message
 
 
+def test_parked_places_are_shared() -> None:
+    """One peer may have them all; of one that has fewer, each takes one of his who has most."""
+    bench = Bench(max_parked=4)
+    bench.reserve()
+    refused = [to_whom(bench.ask(ME, session_id=f"me {number}")) for number in range(5)]
+    assert refused == [[], [], [], [], [(ME, "me 4")]]
+    refused = [to_whom(bench.ask(OTHER, session_id=f"other {number}")) for number in range(3)]
+    assert refused == [[(ME, "me 3")], [(ME, "me 2")], [(OTHER, "other 2")]]
+    assert to_whom(bench.ask(b"a third", session_id="third")) == [(ME, "me 1")]
+    assert bench.machine.gauges()["parked_now"] == 4
+    bench.machine.peer_gone(OTHER)
+    assert bench.machine.gauges()["parked_now"] == 2
+    assert to_whom(bench.ask(ME, session_id="me again")) == []
+
+
+def to_whom(effects: list[Effect]) -> list[tuple[bytes, str]]:
+    """Peers and sessions that are told to come again, and nothing else is done."""
+    told = []
+    for effect in effects:
+        assert isinstance(effect, SendToConsumer)
+        assert isinstance(effect.message, XferAck)
+        assert effect.message.status is XferStatus.NACK_NOT_READY
+        assert "4 requests are parked already" in effect.message.message
+        told.append((effect.peer, effect.message.session_id))
+    return told
+
+
 def test_no_request_waits_for_ever(bench: Bench) -> None:
     """However patient a consumer says it is."""
     bench.reserve()
