@@ -38,6 +38,9 @@ class Transmitter:
         self._under_way: dict[str, list[zmq.MessageTracker]] = {}
         self._ending: dict[str, Entry] = {}
         self.bytes_sent = 0
+        # The first of its kind in a process starts a thread of pyzmq's, which takes a millisecond:
+        # rather now than in somebody's first fetch.
+        zmq.Frame(bytes(zmq.COPY_THRESHOLD), track=True, copy=False)
 
     def send(self, effect: SendToConsumer) -> bool:
         """Queue one message. False when the peer cannot be reached any more."""
