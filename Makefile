@@ -41,7 +41,7 @@ lint: .venv/.lint-tools ## style, types, import rules
 	$(BIN)/lint-imports
 
 quick: env ## all tests that take no minutes
-	$(BIN)/python -m pytest -q -m "not e2e and not chaos" $(ARGS)
+	$(BIN)/python -m pytest -q -n auto -m "not e2e and not chaos" $(ARGS)
 
 others: $(OTHERS:%=quick-%) ## the same without vLLM, on the other Pythons found here
 
@@ -72,7 +72,7 @@ clean: ## remove all that these targets made
 	@touch $@
 
 $(OTHERS:%=quick-%): quick-%: .venv-%/.made
-	.venv-$*/bin/python -m pytest -q -m "not e2e and not chaos" $(ARGS)
+	.venv-$*/bin/python -m pytest -q -n auto -m "not e2e and not chaos" $(ARGS)
 
 .venv-%/.made: pyproject.toml
 	@echo "making .venv-$* (no vLLM)"

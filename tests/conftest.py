@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from hypothesis import settings
 
 # The same examples on each run, and no time limit for one of them: a busy
@@ -27,6 +28,10 @@ settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=2000)
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
+
+# pyzmq's thread for frames that are not copied lives as long as its process. Here it begins before
+# the first test, so that no test is blamed for it.
+zmq.Frame(bytes(zmq.COPY_THRESHOLD), track=True, copy=False)
 
 A_MOMENT = 5.0
 """Seconds in which what a test ended may still be going."""
