@@ -13,6 +13,7 @@
     │   ├── AgentStartError    the agent process did not come up
     │   └── AgentLostError     the agent died or does not answer
     ├── WireError              a peer's bytes are not a message of ours
+    ├── CodecError             packed bytes that cannot be made, or made into rows again
     ├── InternalError          a call that the current state does not allow: a bug here
     └── FetchError             an item could not be had; `reason` is the counted label
         ├── ItemMissingError       the producer does not hold it
@@ -70,6 +71,10 @@ class AgentLostError(AgentError):
 
 class WireError(ECConnectorError):
     """A peer's bytes are not a message of ours. Never ends the receiver."""
+
+
+class CodecError(ECConnectorError):
+    """Packed bytes are damaged or of another size, or their library is not here."""
 
 
 class InternalError(ECConnectorError):
