@@ -3,13 +3,13 @@
 
 ========================  ==========================================================
 ``/v1/chat/completions``  media goes to an encoder first; then all goes to a decoder
+``/v1/completions``       to a decoder; ``/v1/responses`` and ``/v1/messages`` too
 ``/v1/models``            a decoder's answer
-``/health``               200 while a decoder is healthy; says which servers are
+``/health``               200: the router lives
+``/ready``                200 while a decoder is healthy; says which servers are
+``/instances``            the servers it knows
 ``/metrics``              Prometheus text
 ========================  ==========================================================
-
-An encoder that fails or is slow costs time, never the answer: the decoder then gets
-the request as the client sent it.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ec_connector.proxy import rewrite
 from ec_connector.proxy.counters import Counters
+from ec_connector.proxy.flow import Flow
+from ec_connector.proxy.intake import until_disconnect
 from ec_connector.proxy.options import Options
-from ec_connector.proxy.upstream import EncodeError, Upstream, send_error
+from ec_connector.proxy.replies import error_answer, send_answer
+from ec_connector.proxy.upstream import Upstream, UpstreamError
 
-logger = logging.getLogger("vllm.ec_connector.proxy")
+ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 def build_app(options: Options) -> Starlette:
@@ -45,9 +42,11 @@ def build_app(options: Options) -> Starlette:
     return Starlette(
         routes=[
             # As instances: Starlette then hands over the bare ASGI call.
-            Route("/v1/chat/completions", _Chat(router), methods=["POST"]),
+            *(Route(path, Flow(router), methods=["POST"]) for path in ANSWERED),
             Route("/v1/models", _Models(router), methods=["GET"]),
             Route("/health", router.health),
+            Route("/ready", router.ready),
+            Route("/instances", router.instances),
             Route("/metrics", router.metrics),
         ],
         lifespan=router.lifespan,
@@ -73,11 +72,19 @@ class Router:
             await self.upstream.close()
 
     async def health(self, _request: Request) -> Response:
+        return Response()
+
+    async def ready(self, _request: Request) -> Response:
         servers = (*self.options.encode, *self.options.decode)
         answers = await asyncio.gather(*map(self.upstream.healthy, servers))
         healthy = dict(zip(servers, answers, strict=True))
         ready = any(healthy[server] for server in self.options.decode)
         return JSONResponse({"healthy": healthy}, status_code=200 if ready else 503)
+
+    async def instances(self, _request: Request) -> Response:
+        roles = {"encode": self.options.encode, "decode": self.options.decode}
+        known = [{"url": url, "role": role} for role, urls in roles.items() for url in urls]
+        return JSONResponse({"instances": known})
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self.counters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -88,127 +95,12 @@ class _Models:
         self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        router = self._router
-        url = f"{next(router.decoders)}/v1/models"
-        await _until_disconnect(
-            router.upstream.relay("GET", url, scope["headers"], None, send), receive
-        )
+        await until_disconnect(self._answer(scope, send), receive)
 
-
-class _Chat:
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counters = self._router.counters
-        with counters.in_flight.track_inprogress():
-            try:
-                raw = await _read_body(Request(scope, receive), self._router.options.max_body)
-            except ClientDisconnect:
-                counters.disconnects.inc()
-                return
-            if raw is None:
-                limit = self._router.options.max_body
-                await send_error(send, 413, f"the request exceeds {limit} bytes")
-                counters.requests.labels("refused", "413").inc()
-                return
-            answer = self._answer(scope, raw, send)
-            if not await _until_disconnect(answer, receive):
-                counters.disconnects.inc()
-
-    async def _answer(self, scope: Scope, raw: bytes, send: Send) -> None:
-        router = self._router
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        url = f"{next(self._router.decoders)}/v1/models"
         try:
-            body = json.loads(raw)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            await send_error(send, 400, "the request body is not a JSON object")
-            router.counters.requests.labels("refused", "400").inc()
-            return
-        headers, request_id = _with_request_id(scope["headers"])
-        media = rewrite.media_parts(body)
-        if media:
-            raw = json.dumps(await self._encoded(body, len(media), headers, request_id)).encode()
-        elif "ec_transfer_params" in body:
-            raw = json.dumps(rewrite.decode_body(body, None)).encode()
-        url = f"{next(router.decoders)}/v1/chat/completions"
-        status = await router.upstream.relay("POST", url, headers, raw, send)
-        router.counters.requests.labels("media" if media else "text", str(status)).inc()
-
-    async def _encoded(
-        self, body: rewrite.Body, items: int, headers: list[tuple[bytes, bytes]], request_id: str
-    ) -> rewrite.Body:
-        """The request for the decoder, after an encoder has seen it or failed to."""
-        router, counters = self._router, self._router.counters
-        counters.items.inc(items)
-        server = next(router.encoders)
-        started = time.monotonic()
-        params: dict[str, Any] = {}
-        try:
-            params = await router.upstream.encode(server, headers, rewrite.encode_body(body))
-        except EncodeError as error:
-            counters.encodes.labels(error.outcome).inc()
-            logger.warning(
-                "encoding failed, the decoder gets the media: request=%s encoder=%s reason=%s: %s",
-                request_id, server, error.outcome, error,
-            )  # fmt: skip
-        else:
-            counters.encodes.labels("ok").inc()
-        finally:
-            counters.encode_seconds.observe(time.monotonic() - started)
-        counters.items_announced.inc(rewrite.count_announced(params))
-        body = rewrite.decode_body(body, params)
-        if router.options.metadata_only and params:
-            body, replaced = rewrite.metadata_only(body, params)
-            counters.items_replaced.inc(replaced)
-        return body
-
-
-async def _until_disconnect(work: Coroutine[Any, Any, object], receive: Receive) -> bool:
-    """Run ``work``, or cancel it when the client goes away (False).
-
-    Cancelling closes the connection to the server, which then stops too.
-    """
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finished = task.done()
-    finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.wait({task, gone})
-    if finished:
-        await task
-    return finished
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _read_body(request: Request, limit: int) -> bytes | None:
-    """The whole body; None when it is, or says it is, larger than ``limit`` bytes."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        return None
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            return None
-    return bytes(body)
-
-
-def _with_request_id(
-    headers: list[tuple[bytes, bytes]],
-) -> tuple[list[tuple[bytes, bytes]], str]:
-    """The headers with an ``X-Request-Id``, so that one name is in every server's log."""
-    for name, value in headers:
-        if name == b"x-request-id" and value:
-            return headers, ascii(value[:128].decode("latin-1"))
-    request_id = uuid.uuid4().hex
-    return [*headers, (b"x-request-id", request_id.encode())], request_id
+            await self._router.upstream.relay("GET", url, scope["headers"], None, send)
+        except UpstreamError as error:
+            answer = error.answer or error_answer(502, f"no answer from a decoding server: {error}")
+            await send_answer(send, answer)

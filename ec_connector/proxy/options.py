@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router is told on its command line."""
+"""What the router is told on its command line and in its file of options."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+from ec_connector.units import format_size, parse_duration, parse_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Where the servers are and how long the router waits for them.
 
-    ``encode`` and ``decode`` are root URLs, used in turn. ``metadata_only`` sends the
+    ``encode``, ``decode`` and ``prefill`` are root URLs. ``metadata_only`` sends the
     decoder an item's placeholder metadata in place of the media, where the model
     publishes any. ``port`` 0 takes a free one. Times in seconds: ``connect_timeout``
     per connection, ``encode_timeout`` for the whole encoding (after it the decoder
@@ -33,37 +40,87 @@ class Options:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
-    """The options in ``argv`` (None: this process's own).
+    """The options in ``argv`` (None: this process's own) and in the file it names.
+
+    What the command line says stands above the file.
 
     Raises:
         SystemExit: status 2 for a wrong option, 0 after ``--help``.
     """
+    parser = _parser()
+    given = vars(parser.parse_args(argv))
+    path = given.pop("config", None)
+    if path is not None:
+        given = {**_from_file(parser, path), **given}
+    for name in ("encode", "decode"):
+        if not given.get(name):
+            parser.error(f"--{name} is missing: give one URL or more")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    return Options(**values)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ec-connector proxy",
-        description="Route OpenAI chat requests: media to an encoder, then all to a decoder.",
+        description="Route OpenAI requests: media to an encoder, then all to a decoder.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--encode", metavar="URL", nargs="+", action="extend", required=True, type=_root_url,
+    add("--config", metavar="FILE", help="TOML or JSON file with these options, by name")
+    add("--encode", metavar="URL", nargs="+", action="extend", type=_root_url,
         help="encoding servers (ec_producer), for example http://127.0.0.1:8101")  # fmt: skip
-    add("--decode", metavar="URL", nargs="+", action="extend", required=True, type=_root_url,
+    add("--decode", metavar="URL", nargs="+", action="extend", type=_root_url,
         help="decoding servers (ec_consumer)")  # fmt: skip
-    add("--host", default=Options.host, help="address to listen on (%(default)s)")
-    add("--port", type=_port, default=Options.port, help="port, 0 for a free one (%(default)s)")
-    add("--metadata-only", action="store_true",
+    add("--host", help=f"address to listen on ({Options.host})")
+    add("--port", type=_port, help=f"port, 0 for a free one ({Options.port})")
+    add("--metadata-only", action=argparse.BooleanOptionalAction,
         help="send decoders placeholder metadata instead of media, where the model "
              "publishes it; their media options must equal the encoders'")  # fmt: skip
-    add("--connect-timeout", metavar="S", type=_seconds, default=Options.connect_timeout,
-        help="seconds to connect to a server (%(default)s)")  # fmt: skip
-    add("--encode-timeout", metavar="S", type=_seconds, default=Options.encode_timeout,
-        help="seconds for an encoding, else the decoder gets the media (%(default)s)")  # fmt: skip
-    add("--decode-timeout", metavar="S", type=_seconds, default=Options.decode_timeout,
-        help="seconds that a decoder may be silent (%(default)s)")  # fmt: skip
-    add("--max-body-mib", metavar="N", type=_mebibytes, dest="max_body", default=Options.max_body,
-        help="largest request in MiB (64)")  # fmt: skip
-    values = vars(parser.parse_args(argv))
-    return Options(
-        **{**values, "encode": tuple(values["encode"]), "decode": tuple(values["decode"])}
-    )
+    for name, meaning in {
+        "connect_timeout": "to connect to a server",
+        "encode_timeout": "for an encoding, else the decoder gets the media",
+        "decode_timeout": "that a decoder may be silent",
+    }.items():
+        add(_flag(name), metavar="TIME", type=_duration,
+            help=f'time {meaning}: seconds or "500ms", "30s", "5m" '
+                 f"({getattr(Options, name):g}s)")  # fmt: skip
+    add("--max-body", metavar="SIZE", type=_size,
+        help=f"largest request ({format_size(Options.max_body)})")  # fmt: skip
+    return parser
+
+
+def _from_file(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    """A file's options, checked just as those of the command line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        parser.error(f"--config {path}: {error}")
+    if not isinstance(values, Mapping):
+        parser.error(f"--config {path}: not an object of options")
+    known = [field.name for field in fields(Options)]
+    argv: list[str] = []
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            near = difflib.get_close_matches(name.lower(), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            parser.error(f"--config {path}: unknown option {key!r}: {hint}")
+        if isinstance(value, bool):
+            argv.append(_flag(name) if value else _flag(name).replace("--", "--no-", 1))
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, (str, int, float)):
+                parser.error(f"--config {path}: {key}={one!r} is neither text nor a number")
+            argv.append(f"{_flag(name)}={one}")
+    return vars(parser.parse_args(argv))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _root_url(text: str) -> str:
@@ -81,17 +138,21 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _duration(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
     if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0")
     return seconds
 
 
-def _mebibytes(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of MiB from 1 to 4096")
-    return int(text) * 1024 * 1024
+def _size(text: str) -> int:
+    try:
+        size = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0")
+    return size

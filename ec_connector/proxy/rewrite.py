@@ -21,7 +21,7 @@ MODALITY_OF = {
 }
 """Content part type (and the key its media is under) to modality."""
 
-_PARAMS = "ec_transfer_params"
+PARAMS = "ec_transfer_params"
 
 # They shape the answer, which an encoding has none of. Several make vLLM refuse a
 # request with one token and no stream, start a grammar, or encode more than once.
@@ -46,7 +46,7 @@ _ANSWER_OPTIONS = frozenset(
         "tools",
         "top_logprobs",
         "use_beam_search",
-        _PARAMS,
+        PARAMS,
     }
 )
 
@@ -86,8 +86,8 @@ def decode_body(body: Body, params: Mapping[str, Any] | None) -> Body:
     The client's own ``ec_transfer_params`` never pass: they hold addresses that the
     decoder would connect to.
     """
-    kept = {name: value for name, value in body.items() if name != _PARAMS}
-    return {**kept, _PARAMS: dict(params)} if params else kept
+    kept = {name: value for name, value in body.items() if name != PARAMS}
+    return {**kept, PARAMS: dict(params)} if params else kept
 
 
 def reply_params(reply: object) -> dict[str, Any]:
@@ -98,11 +98,11 @@ def reply_params(reply: object) -> dict[str, Any]:
     """
     if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
         raise ValueError("the reply is not a chat completion")
-    params = reply.get(_PARAMS)
+    params = reply.get(PARAMS)
     if params is None:
         return {}
     if not isinstance(params, dict):
-        raise ValueError(f"{_PARAMS} is not an object")
+        raise ValueError(f"{PARAMS} is not an object")
     return params
 
 

@@ -1,49 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's side towards encoders and decoders: one HTTP request each."""
+"""The router's side towards its servers: one HTTP request each."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 from starlette.types import Send
 
+from ec_connector.proxy.clean import EventCleaner, clean_json
+from ec_connector.proxy.events import FirstEvent
+from ec_connector.proxy.headers import RawHeaders, for_answer, for_reading, for_server
 from ec_connector.proxy.options import Options
-from ec_connector.proxy.rewrite import Body, reply_params
+from ec_connector.proxy.payload import Payload
+from ec_connector.proxy.replies import Answer, send_answer
 
 logger = logging.getLogger("vllm.ec_connector.proxy")
 
-RawHeaders = Iterable[tuple[bytes, bytes]]
-
-MAX_ENCODE_REPLY = 16 * 1024 * 1024
-_HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-# Of the request as the client sent it; each hop has its own.
-_OF_THE_REQUEST = frozenset({b"host", b"content-length", b"expect"})
-_OF_THE_CLIENT = frozenset({b"accept", b"accept-encoding", b"content-type", b"range"})
+MAX_REPLY = 16 * 1024 * 1024
+"""Bytes of an answer that the router reads itself."""
+MAX_ANSWER = 256 * 1024 * 1024
+"""Bytes of an answer in JSON that goes to a client."""
 
 
-class EncodeError(Exception):
-    """An encoder gave no announcement; ``outcome`` is the counted label."""
+class UpstreamError(Exception):
+    """No answer that could be used.
 
-    def __init__(self, outcome: str, message: str) -> None:
+    Attributes:
+        outcome: how it failed: ``unreachable``, ``timeout``, ``status`` or ``bad_reply``.
+        status: of the server's answer; 0 without one.
+        answer: the server's own, where it has to be given to the client.
+    """
+
+    def __init__(
+        self, outcome: str, message: str, status: int = 0, answer: Answer | None = None
+    ) -> None:
         super().__init__(message)
         self.outcome = outcome
+        self.status = status
+        self.answer = answer
 
 
 class Upstream:
@@ -58,7 +58,7 @@ class Upstream:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),  # clients share this session, not cookies
             auto_decompress=False,
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
         )
 
     async def close(self) -> None:
@@ -73,106 +73,154 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def encode(self, server: str, headers: RawHeaders, body: Body) -> dict[str, Any]:
-        """What the encoder announces for the request's media.
-
-        Raises:
-            EncodeError: no answer in time, not a 200, not a chat completion, or one
-                that announces nothing.
-        """
-        options = self._options
+    async def ask(self, url: str, headers: RawHeaders, body: Payload, limit: float) -> Any:
+        """A server's answer in JSON, within ``limit`` seconds. Raises UpstreamError."""
         try:
             async with (
-                asyncio.timeout(options.encode_timeout),
-                self._session.post(
-                    f"{server}/v1/chat/completions",
-                    data=json.dumps(body).encode(),
-                    headers=[
-                        *_forwardable(headers, _HOP_BY_HOP | _OF_THE_REQUEST | _OF_THE_CLIENT),
-                        ("Content-Type", "application/json"),
-                        ("Accept-Encoding", "identity"),
-                    ],
-                    allow_redirects=False,
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout),
-                ) as response,
+                asyncio.timeout(limit),
+                self._open("POST", url, for_reading(headers), body, silence=None) as response,
             ):
-                raw = await _read(response, MAX_ENCODE_REPLY)
+                raw = await _read(response, MAX_REPLY)
                 status = response.status
-        except aiohttp.ServerTimeoutError as error:  # only connecting has a limit of its own
-            raise EncodeError("unreachable", str(error)) from error
         except TimeoutError as error:
-            raise EncodeError("timeout", f"no answer in {options.encode_timeout:g} s") from error
-        except aiohttp.ClientError as error:
-            raise EncodeError("unreachable", f"{type(error).__name__}: {error}") from error
+            raise UpstreamError("timeout", f"no answer in {limit:g} s") from error
         if status != 200:
-            raise EncodeError("status", f"status {status}: {_excerpt(raw)}")
+            answer = Answer(status, for_answer(response.raw_headers), raw)
+            raise UpstreamError("status", f"status {status}: {_excerpt(raw)}", status, answer)
         try:
-            params = reply_params(json.loads(raw))
+            return json.loads(raw)
         except (ValueError, RecursionError) as error:
-            raise EncodeError("bad_reply", f"{error}: {_excerpt(raw)}") from error
-        if not params:
-            raise EncodeError("empty", "it announces nothing")
-        return params
+            raise UpstreamError("bad_reply", f"{error}: {_excerpt(raw)}") from error
 
     async def relay(
-        self, method: str, url: str, headers: RawHeaders, body: bytes | None, send: Send
+        self, method: str, url: str, headers: RawHeaders, body: Payload | None, send: Send
     ) -> int:
-        """Pass a request on, and the answer back byte for byte as it comes.
+        """Pass a request on, and the answer back as it comes, without transfer parameters.
 
-        Returns the status that the client got: the server's own; 502 when it cannot
-        be reached or breaks off before its answer starts, 504 when it is silent for
-        too long. When it fails within its answer, the answer is left incomplete, so
-        that the client's connection breaks too.
+        Returns the status that the client got. When the server fails within its answer, that
+        is left incomplete, so that the client's connection breaks too.
+
+        Raises:
+            UpstreamError: before anything was sent to the client: there is no answer, or it is
+                an error (4xx, 5xx, or a stream that begins with one).
         """
-        options = self._options
-        status = 0
+        sent = 0  # the status
+
+        async def tell(message: Any) -> None:
+            nonlocal sent
+            sent = sent or message["status"]
+            await send(message)
+
+        silence = self._options.decode_timeout
+        try:
+            async with self._open(method, url, for_server(headers), body, silence) as response:
+                await _pass_on(response, tell)
+        except UpstreamError as error:
+            if not sent:
+                raise
+            logger.warning("answer of %s broke off: %s", url, error)
+        return sent
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        url: str,
+        headers: list[tuple[str, str]],
+        body: Payload | None,
+        silence: float | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A server's answer whose body is yet to be read. Raises UpstreamError, also then."""
+        if body is not None:
+            headers = [*headers, ("Content-Length", str(body.size))]
         try:
             async with self._session.request(
                 method,
                 url,
-                data=body,
-                headers=_forwardable(headers, _HOP_BY_HOP | _OF_THE_REQUEST),
+                data=body and body.pieces(),
+                headers=headers,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(
-                    total=None,
-                    sock_connect=options.connect_timeout,
-                    sock_read=options.decode_timeout,
+                    total=None, sock_connect=self._options.connect_timeout, sock_read=silence
                 ),
             ) as response:
-                status = response.status
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": status,
-                        "headers": _kept(response.raw_headers, _HOP_BY_HOP),
-                    }
-                )
-                while chunk := await response.content.readany():
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except (aiohttp.ClientError, TimeoutError) as error:
-            failure = f"{type(error).__name__}: {error}"
-            if status:
-                logger.warning("answer of %s broke off: %s", url, failure)
-                return status
-            status = 504 if isinstance(error, aiohttp.SocketTimeoutError) else 502
-            logger.warning("no answer from %s: %s", url, failure)
-            await send_error(send, status, f"no answer from the decoding server: {failure}")
-        else:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return status
+                yield response
+        except aiohttp.SocketTimeoutError as error:
+            raise UpstreamError("timeout", f"silent for {silence:g} s") from error
+        except aiohttp.ServerTimeoutError as error:
+            raise UpstreamError("unreachable", str(error)) from error
+        except aiohttp.ClientError as error:
+            raise UpstreamError("unreachable", f"{type(error).__name__}: {error}") from error
 
 
-async def send_error(send: Send, status: int, message: str) -> None:
-    """Answer with an error body in the form that OpenAI clients read."""
-    kind = "BadRequestError" if status < 500 else "InternalServerError"
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    body = json.dumps({"error": error}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+async def _pass_on(response: aiohttp.ClientResponse, send: Send) -> None:
+    kind = response.content_type
+    packed = "Content-Encoding" in response.headers  # though identity was asked for
+    if response.status >= 400 or (kind.endswith("json") and not packed):
+        raw = await _read(response, MAX_ANSWER)
+        if not packed:
+            with _readable():
+                raw = clean_json(raw)
+        answer = Answer(response.status, for_answer(response.raw_headers), raw)
+        if response.status >= 400:
+            raise UpstreamError(
+                "status", f"status {response.status}: {_excerpt(raw)}", response.status, answer
+            )
+        await send_answer(send, answer)
+    elif kind == "text/event-stream" and not packed:
+        await _pass_events(response, send)
+    else:
+        await _start(response, send)
+        while chunk := await response.content.readany():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _pass_events(response: aiohttp.ClientResponse, send: Send) -> None:
+    """The stream, once its first event that says something is no error."""
+    cleaner, first = EventCleaner(), FirstEvent()
+    while chunk := await response.content.readany():
+        with _readable():
+            lines = cleaner.feed(chunk)
+        if not first.known:
+            first.feed(lines)
+            if not first.known:
+                continue
+            lines = first.held
+            if first.error:
+                raise await _failed_stream(response, cleaner, first)
+            await _start(response, send)
+        if lines:
+            await send({"type": "http.response.body", "body": lines, "more_body": True})
+    with _readable():
+        last = cleaner.end()
+    if not first.known:
+        await _start(response, send)
+        last = first.held + last
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _failed_stream(
+    response: aiohttp.ClientResponse, cleaner: EventCleaner, first: FirstEvent
+) -> UpstreamError:
+    rest = await _read(response, MAX_REPLY)
+    with _readable():
+        raw = first.held + cleaner.feed(rest) + cleaner.end()
+    answer = Answer(response.status, for_answer(response.raw_headers), raw)
+    return UpstreamError("status", f"a stream with {_excerpt(raw)}", first.error, answer)
+
+
+async def _start(response: aiohttp.ClientResponse, send: Send) -> None:
+    headers = for_answer(response.raw_headers, same_length=True)
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UpstreamError("bad_reply", f"transfer parameters in no JSON: {error}") from error
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
@@ -180,27 +228,8 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
     while chunk := await response.content.readany():
         parts += chunk
         if len(parts) > limit:
-            raise EncodeError("bad_reply", f"its answer exceeds {limit} bytes")
+            raise UpstreamError("bad_reply", f"its answer exceeds {limit} bytes")
     return bytes(parts)
-
-
-def _kept(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
-    pairs = [(name.lower(), value) for name, value in headers]
-    # A Connection header names further headers that are for one hop only.
-    named = {
-        token.strip().lower()
-        for name, value in pairs
-        if name == b"connection"
-        for token in value.split(b",")
-    }
-    return [pair for pair in pairs if pair[0] not in dropped and pair[0] not in named]
-
-
-def _forwardable(headers: RawHeaders, dropped: frozenset[bytes]) -> list[tuple[str, str]]:
-    return [
-        (name.decode("latin-1"), value.decode("utf-8", "replace"))
-        for name, value in _kept(headers, dropped)
-    ]
 
 
 def _excerpt(raw: bytes) -> str:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,12 +42,14 @@ class FakeServer:
         self.bodies: list[Any] = []
         self.headers: list[Any] = []
         self.peers: list[Any] = []
+        self.targets: list[str] = []
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/v1/chat/completions", self._handle)
+        for path in ("chat/completions", "completions", "responses", "messages"):
+            app.router.add_post(f"/v1/{path}", self._handle)
         app.router.add_get("/v1/models", self._handle)
         app.router.add_get("/health", _healthy)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -62,6 +65,7 @@ class FakeServer:
         raw = await request.read()
         self.bodies.append(json.loads(raw) if raw else None)
         self.headers.append(request.headers)
+        self.targets.append(request.path_qs)
         assert request.transport is not None
         self.peers.append(request.transport.get_extra_info("peername"))
         self.entered.set()
@@ -338,7 +342,7 @@ def test_without_an_encoding_the_decoder_gets_the_media(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever is wrong with the encoder, the answer comes; counted and logged by reason."""
-    monkeypatch.setattr(upstream, "MAX_ENCODE_REPLY", 64 * 1024)
+    monkeypatch.setattr(upstream, "MAX_REPLY", 64 * 1024)
     body = request(image("a"), ec_transfer_params={"h": entry(0, peer_host="10.6.6.6")})
     options: dict[str, Any] = {"metadata_only": True}
     if answer is None:
@@ -610,7 +614,7 @@ def test_body_that_is_not_an_object_is_a_400(raw: bytes) -> None:
 
 
 def test_health_and_models() -> None:
-    """Healthy while a decoder is, even without encoders; models are the decoder's."""
+    """Ready while a decoder is, even without encoders; models are the decoder's."""
 
     async def models(_received: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "m"}]})
@@ -618,24 +622,102 @@ def test_health_and_models() -> None:
     async def test() -> None:
         down = closed_port()
         async with network([never], [models], encode=(down,)) as net:
-            async with net.client.get(f"{net.url}/health") as response:
+            async with net.client.get(f"{net.url}/ready") as response:
                 assert response.status == 200
                 assert await response.json() == {"healthy": {down: False, net.decoder.url: True}}
             async with net.client.get(f"{net.url}/v1/models") as response:
                 assert await response.json() == {"data": [{"id": "m"}]}
+            async with net.client.get(f"{net.url}/instances") as response:
+                assert await response.json() == {
+                    "instances": [
+                        {"url": down, "role": "encode"},
+                        {"url": net.decoder.url, "role": "decode"},
+                    ]
+                }
         async with (
             network([never], [models], decode=(down,)) as net,
-            net.client.get(f"{net.url}/health") as response,
+            net.client.get(f"{net.url}/ready") as response,
         ):
             assert response.status == 503
+            async with net.client.get(f"{net.url}/health") as alive:
+                assert alive.status == 200
 
     run(test)
+
+
+@pytest.mark.parametrize("path", ["completions", "responses", "messages"])
+def test_other_routes_reach_a_decoder(path: str) -> None:
+    """Path, query, unknown fields and headers pass; the answer loses transfer parameters only."""
+    body = {"model": "m", "prompt": "hello", "unknown": {"a": 1}}
+    answer = {"id": "r", "kept": 1.5, "ec_transfer_params": {"h": entry(0)}}
+
+    async def with_params(_received: web.Request) -> web.Response:
+        return web.json_response(answer, headers={"X-Own": "1"})
+
+    async def test() -> None:
+        async with network([never], [with_params]) as net:
+            url = f"{net.url}/v1/{path}?beta=true"
+            given = {**body, "ec_transfer_params": {"h": entry(0)}}
+            async with net.client.post(url, json=given, headers={"X-Api-Key": "k"}) as response:
+                assert response.headers["X-Own"] == "1"
+                assert await response.json() == {"id": "r", "kept": 1.5}
+            assert net.decoder.bodies == [body]
+            assert net.decoder.headers[0]["X-Api-Key"] == "k"
+            assert net.decoder.targets == [f"/v1/{path}?beta=true"]
+
+    run(test)
+
+
+def test_error_at_the_start_of_a_stream_is_passed_through() -> None:
+    """Its status is 200 by then, as the server's; every byte of it arrives."""
+    events = b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n'
+
+    async def failing(_received: web.Request) -> web.Response:
+        return web.Response(body=events, headers={"Content-Type": "text/event-stream"})
+
+    async def test() -> None:
+        async with network([never], [failing]) as net, net.chat(request(stream=True)) as response:
+            assert (response.status, await response.read()) == (200, events)
+
+    run(test)
+
+
+def test_options_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TOML and JSON, names with either dash; the command line stands above it."""
+    toml = tmp_path / "router.toml"
+    toml.write_text(
+        'encode = ["http://a:1", "http://b:2"]\ndecode = "http://c:3"\nport = 8080\n'
+        'encode-timeout = "500ms"\nmax_body = "1MiB"\nmetadata_only = true\n'
+    )
+    options = parse_options(["--config", str(toml), "--decode", "http://d", "--port", "0"])
+    assert options == Options(
+        encode=("http://a:1", "http://b:2"),
+        decode=("http://d",),
+        port=0,
+        metadata_only=True,
+        encode_timeout=0.5,
+        max_body=1024 * 1024,
+    )
+    file = tmp_path / "router.json"
+    for text, said in {
+        '{"encodes": []}': "unknown option 'encodes': did you mean 'encode'?",
+        '{"decode": {"a": 1}}': "neither text nor a number",
+        '{"port": "high"}': "'high' is not a port",
+        '{"port": 1}': "--encode is missing",
+        "[]": "not an object",
+        "{": "Expecting",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            parse_options(["--config", str(file)])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_options_of_the_command_line() -> None:
     """Servers may be repeated or listed; sizes and the root URLs are normalised."""
     encode = ["--encode", "http://a:1", "http://b:2/", "--encode", "https://c"]
-    others = ["--decode", "http://[::1]:3", "--port", "0", "--metadata-only", "--max-body-mib", "2"]
+    others = ["--decode", "http://[::1]:3", "--port", "0", "--metadata-only", "--max-body", "2MiB"]
     options = parse_options([*encode, *others])
     assert options == Options(
         encode=("http://a:1", "http://b:2", "https://c"),
@@ -651,7 +733,7 @@ def test_options_of_the_command_line() -> None:
     [
         ["--port", "65536"],
         ["--encode-timeout", "0"],
-        ["--max-body-mib", "0"],
+        ["--max-body", "0"],
         ["--decode", "http://b/v1"],
         ["--decode", "b:80"],
         ["--nope"],
@@ -687,7 +769,7 @@ def test_process_says_where_it_listens_and_ends_in_order(number: signal.Signals)
             address = line.partition("router on http://")[2].partition(",")[0]
             host, _, port = address.partition(":")
             with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
-                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                connection.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
                 connection.settimeout(PATIENCE)
                 assert b" 503 " in connection.recv(4096).split(b"\r\n")[0]
             process.send_signal(number)
