@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from ec_connector.codecs.choice import check_codecs
 from ec_connector.config_keys import KEYS_OF_OTHERS, VLLM_FIELDS, Key, keys_of, read_value
 from ec_connector.errors import ConfigError
 from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList
@@ -121,6 +122,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     planes: Annotated[
         list[str], _texts("Ways for the bytes to travel, best first. Known: memory, zmq.")
     ] = msgspec.field(default_factory=lambda: ["memory", "zmq"])
+    codecs: Annotated[
+        list[str],
+        _texts(
+            "Ways to make payload smaller on the zmq plane, best first; the producer takes the "
+            "first that it has too. Known: none, zstd, lz4, lossy-int8-rows."
+        ),
+    ] = msgspec.field(default_factory=lambda: ["none"])
     allow_peers: Annotated[
         list[str],
         _texts("Hosts, addresses or CIDR ranges (with an optional :port) that may be dialled."),
@@ -175,6 +183,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"give this host's own address or name, or leave it empty"
             )
         _check_planes(self.planes)
+        check_codecs(self.codecs)
         AllowList.parse(self.allow_peers)
         if self.curve_allow and not self.curve_keys:
             raise ConfigError(

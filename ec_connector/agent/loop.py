@@ -21,11 +21,13 @@ from ec_connector.agent.auth import Gate
 from ec_connector.agent.clients import Clients, Handlers
 from ec_connector.agent.lifeline import Lifelines
 from ec_connector.agent.listen import advertised_host, bind_peers, exposure
+from ec_connector.agent.packing import Packer, Unpacker, Workers, codecs_here, with_loss
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.receive import has_message, take_answer, take_request
 from ec_connector.agent.same_host import SameHostPlane
-from ec_connector.agent.transmit import Transmitter
+from ec_connector.agent.transmit import Transmitter, span_views
+from ec_connector.codecs.choice import NONE
 from ec_connector.config import AgentOptions
 from ec_connector.errors import ConfigError, WireError
 from ec_connector.pool.blocks import BlockPool, Entry
@@ -44,6 +46,7 @@ from ec_connector.protocol.effects import (
     SendToProducer,
     StopCopy,
     Tell,
+    Unpack,
 )
 from ec_connector.protocol.fingerprint import Identity, agree, usable_factors
 from ec_connector.protocol.local import (
@@ -60,7 +63,7 @@ from ec_connector.protocol.local import (
     ToAgent,
     Welcome,
 )
-from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, encode
+from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, XferStatus, encode
 from ec_connector.protocol.producer import ProducerMachine
 from ec_connector.protocol.saves import Lost, SaveDesk
 from ec_connector.ticket_file import load_tickets
@@ -82,7 +85,8 @@ class Agent:
     Raises:
         RegionError: the pool's memory cannot be had.
         AgentStartError: the port is taken, or the address cannot be bound.
-        ConfigError: a file of ``curve_keys``, ``curve_allow`` or ``ticket_key`` cannot be used.
+        ConfigError: a file of ``curve_keys``, ``curve_allow`` or ``ticket_key`` cannot be used,
+            or none of ``codecs``.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -113,7 +117,8 @@ class Agent:
         self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
         self.pool.on_free = self._on_free
         self.pool.on_ready = self._on_ready
-        self._identity = options.identity
+        codecs = codecs_here(settings.codecs)
+        self._identity = with_loss(options.identity, codecs)
         planes = tuple(settings.planes)
         tickets = load_tickets(settings.ticket_key)
         allowed = settings.allow_peers
@@ -121,7 +126,7 @@ class Agent:
             allowed = ["*"]  # whoever a ticket names; what is never dialled stays so
         self.producer = ProducerMachine(
             self.pool,
-            options.identity,
+            self._identity,
             self.region.ref,
             planes=planes,
             lease=settings.lease,
@@ -129,10 +134,11 @@ class Agent:
             own_session=self.agent_id,
             tickets=tickets,
             announced_at=(self.host, self.port),
+            codecs=codecs,
         )
         self.consumer = ConsumerMachine(
             self.pool,
-            options.identity,
+            self._identity,
             self.agent_id,
             planes=planes,
             chunk_bytes=settings.chunk_size,
@@ -141,6 +147,7 @@ class Agent:
             max_peers=settings.max_peers,
             lanes=settings.lanes,
             tickets=tickets,
+            codecs=codecs,
         )
         self.desk = SaveDesk(self.pool)
         self.transmitter = Transmitter(self.router, self.region, self.pool)
@@ -153,6 +160,11 @@ class Agent:
             self._gate.credentials if self._gate is not None else None,
         )
         self.same_host = SameHostPlane(self.region)
+        self._workers = Workers(self._reactor)
+        self.packer = Packer(self.region, self._workers, self.transmitter.packed_leaving)
+        self.unpacker = Unpacker(self._workers)
+        self._wants_packed = codecs[0] != NONE
+        self._sends_as_is: set[tuple[str, int]] = set()
         self._fetched: set[str] = set()
         self._stopping = False
         self._dropped_frames = 0
@@ -195,6 +207,7 @@ class Agent:
             now = time.monotonic()
             self._do(self.consumer.copied(copied.xfer_id, copied.fault, now), now)
         now = time.monotonic()
+        self._codecs_worked(now)
         self._pass_on(now)
         self._do(self.producer.tick(now), now)
         self._do(self.consumer.tick(now), now)
@@ -204,6 +217,7 @@ class Agent:
 
     def close(self) -> None:
         """Close every socket and give the memory back."""
+        self._workers.close()
         self.clients.close()
         self.peers.close_all()
         self.same_host.close()
@@ -221,7 +235,7 @@ class Agent:
             for when in waits
             if when is not None
         ]
-        if self.transmitter.busy():
+        if self.transmitter.busy() or self.packer.held_up():
             left.append(_SWEEP_MS)
         return min(left, default=None)
 
@@ -329,7 +343,9 @@ class Agent:
                 continue
             now = time.monotonic()
             if isinstance(message, XferAck):
-                self._do(self.consumer.answered(address, message, payload, now), now)
+                self._note_codec(address, message)
+                came = payload if isinstance(payload, int | None) else 0
+                self._do(self.consumer.answered(address, message, came, now), now)
             else:
                 self._do(self.consumer.arrived(address, message, payload, now), now)
 
@@ -340,17 +356,47 @@ class Agent:
                 "peer=%s message dropped (%d so far): %s", peer, self._dropped_frames, error
             )
 
+    def _note_codec(self, address: Address, ack: XferAck) -> None:
+        peer = (address.host, address.port)
+        as_is = ack.status is XferStatus.OK and ack.plane == "zmq" and not ack.codec
+        if self._wants_packed and as_is and ack.nbytes and peer not in self._sends_as_is:
+            self._sends_as_is.add(peer)
+            logger.warning("peer=%s has none of our codecs: it sends rows as they are", address)
+
+    def _codecs_worked(self, now: float) -> None:
+        """Send what was packed, and take in what was unpacked, by threads meanwhile."""
+        # One at a time: what one brings about can end the grant or the fetch of the next.
+        while (packing := self.packer.next()) is not None:
+            effect, packed = packing
+            if packed is None:
+                sent = self.transmitter.send(effect)
+            else:
+                sent = self.transmitter.send_packed(effect, packed)
+            if not sent:
+                self._do(self.producer.peer_gone(effect.peer), now)
+        while (unpacking := self.unpacker.next()) is not None:
+            job, rows = unpacking
+            fault = rows if isinstance(rows, str) else ""
+            span = self.consumer.unpacking_to(job.xfer_id, job.chunk)
+            if span is not None and not isinstance(rows, str):
+                for view in span_views(self.region, span):
+                    view[:] = rows[: len(view)]
+                    rows = rows[len(view) :]
+            self._do(self.consumer.unpacked(job.xfer_id, job.chunk, fault, now), now)
+
     # ── effects ──────────────────────────────────────────────────────────────
 
     def _do(self, effects: list[Effect], now: float) -> None:
         for effect in effects:
             if isinstance(effect, Tell):
                 self.clients.tell(effect.client, effect.message)
+            elif isinstance(effect, SendToConsumer) and effect.codec:
+                self.packer.start(effect)
             elif isinstance(effect, SendToConsumer):
                 if not self.transmitter.send(effect):
                     self._do(self.producer.peer_gone(effect.peer), now)
             elif isinstance(effect, EndGrant):
-                self.transmitter.end(effect, now)
+                self.transmitter.end(effect, self.packer.stop(effect.grant), now)
             elif isinstance(effect, SendToProducer):
                 self.peers.send(effect.address, encode(effect.message))
             elif isinstance(effect, Connect):
@@ -360,8 +406,11 @@ class Agent:
                 self.same_host.forget(effect.address)
             elif isinstance(effect, CopyFromPeer):
                 self.same_host.start(effect)
+            elif isinstance(effect, Unpack):
+                self.unpacker.start(effect)
             elif isinstance(effect, StopCopy):
                 self.same_host.stop(effect.xfer_id)
+                self.unpacker.stop(effect.xfer_id)
 
     # ── the pool ─────────────────────────────────────────────────────────────
 
@@ -395,6 +444,7 @@ class Agent:
             "blocks_pinned": usage.pinned,
             "entries": usage.entries,
             "bytes_sent": self.transmitter.bytes_sent,
+            "bytes_saved_by_codecs": self.transmitter.bytes_saved,
             "clients": len(self.clients),
             "frames_dropped": self._dropped_frames,
         }

@@ -68,12 +68,13 @@ def take_request(
 
 
 def take_answer(
-    dealer: zmq.Socket[bytes], region: Region, landing: Callable[[ToConsumer], Span | None]
-) -> tuple[ToConsumer, int | None]:
+    dealer: zmq.Socket[bytes], region: Region, landing: Callable[[ToConsumer], Span | int | None]
+) -> tuple[ToConsumer, int | memoryview | None]:
     """One message from a producer, its payload (if any) written where ``landing`` says.
 
     The second value is the payload's length in bytes as it came, 0 when it had no place
-    and was thrown away, None when there was no payload. Call it only when :func:`has_message`.
+    and was thrown away, None when there was no payload. Where ``landing`` gives a length, the
+    payload itself if it is so long. Call it only when :func:`has_message`.
 
     Raises:
         WireError: it is not one; the rest of it has been thrown away.
@@ -91,8 +92,13 @@ def take_answer(
         raise
     if not dealer.getsockopt(zmq.RCVMORE):
         return message, None
-    span = landing(message)
-    received = 0 if span is None else _receive_payload(dealer, region, span)
+    place = landing(message)
+    received: int | memoryview = 0
+    if isinstance(place, Span):
+        received = _receive_payload(dealer, region, place)
+    elif place is not None:
+        payload = dealer.recv(copy=False).buffer
+        received = payload if len(payload) == place else 0
     return message, 0 if discard_rest(dealer) else received
 
 

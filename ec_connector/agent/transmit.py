@@ -7,12 +7,18 @@ end only then, however early the consumer or the clock ends the grant.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
 import zmq
 
+from ec_connector.codecs.work import Packed
+from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.effects import EndGrant, SendToConsumer, Span
-from ec_connector.protocol.messages import encode
+from ec_connector.protocol.messages import XferChunk, encode
 
 
 def span_views(region: Region, span: Span) -> list[memoryview]:
@@ -37,7 +43,10 @@ class Transmitter:
         self._pool = pool
         self._under_way: dict[str, list[zmq.MessageTracker]] = {}
         self._ending: dict[str, Entry] = {}
+        self._reading: dict[str, list[Future[Any]]] = {}
+        self._packed: list[tuple[zmq.MessageTracker, int]] = []
         self.bytes_sent = 0
+        self.bytes_saved = 0
         # The first of its kind in a process starts a thread of pyzmq's, which takes a millisecond:
         # rather now than in somebody's first fetch.
         zmq.Frame(bytes(zmq.COPY_THRESHOLD), track=True, copy=False)
@@ -64,16 +73,45 @@ class Transmitter:
                 under_way.append(tracker)
         return True
 
-    def end(self, effect: EndGrant, now: float) -> None:
-        """Unpin when the grant's frames have left."""
+    def send_packed(self, effect: SendToConsumer, packed: Packed) -> bool:
+        """Queue a chunk in its packed form. False when the peer cannot be reached any more."""
+        chunk = effect.message
+        if not isinstance(chunk, XferChunk):
+            raise InternalError(f"a {type(chunk).__name__} of {effect.grant} is not to be packed")
+        nbytes = len(packed.data)
+        message = msgspec.structs.replace(
+            chunk, codec=effect.codec, packed_nbytes=nbytes, checksum=packed.checksum
+        )
+        frames = [effect.peer, b"", encode(message), packed.data]
+        try:
+            tracker = self._router.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError:
+            return False
+        self.bytes_sent += nbytes
+        self.bytes_saved += chunk.nbytes - nbytes
+        if tracker is not None and not tracker.done:
+            self._packed.append((tracker, nbytes))
+        return True
+
+    def packed_leaving(self) -> int:
+        """Packed bytes that were sent and are still in this process."""
+        self._packed = [(tracker, nbytes) for tracker, nbytes in self._packed if not tracker.done]
+        return sum(nbytes for _, nbytes in self._packed)
+
+    def end(self, effect: EndGrant, reading: list[Future[Any]], now: float) -> None:
+        """Unpin when the grant's frames have left, and ``reading`` is done with its bytes."""
         self._ending[effect.grant] = effect.entry
+        if reading:
+            self._reading[effect.grant] = reading
         self.sweep(now)
 
     def sweep(self, now: float) -> None:
         """Unpin grants that ended and whose frames have left by now."""
         for grant in list(self._ending):
-            if all(tracker.done for tracker in self._under_way.get(grant, ())):
+            sent = all(tracker.done for tracker in self._under_way.get(grant, ()))
+            if sent and all(future.done() for future in self._reading.get(grant, ())):
                 self._under_way.pop(grant, None)
+                self._reading.pop(grant, None)
                 self._pool.unpin(self._ending.pop(grant).generation, grant, now)
 
     def busy(self) -> bool:

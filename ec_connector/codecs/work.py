@@ -44,6 +44,7 @@ def pack(codec: str, raw: memoryview | bytes, dtype: str, shape: Sequence[int]) 
     Raises:
         CodecError: unknown, or its library is not here.
     """
+    dtype = dtype.removeprefix("torch.")
     run = np.frombuffer(raw, np.uint8)
     if codec == LOSSY:
         width = _width(dtype, shape)
@@ -77,6 +78,7 @@ def unpack(
     found = zlib.crc32(packed)
     if found != checksum:
         raise CodecError(f"damaged on the way: its checksum is {found:#x}, {checksum:#x} was sent")
+    dtype = dtype.removeprefix("torch.")
     if codec == LOSSY:
         return _unpack_rows(packed, nbytes, dtype, shape)
     planes = np.frombuffer(_decompress(codec, packed, nbytes), np.uint8)

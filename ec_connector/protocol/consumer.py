@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from ec_connector.codecs.choice import NONE
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.connections import Connections
@@ -34,6 +35,7 @@ from ec_connector.protocol.effects import (
     Span,
     StopCopy,
     Tell,
+    Unpack,
 )
 from ec_connector.protocol.fetch import MOVING, Fetch, FetchState, Waiter
 from ec_connector.protocol.fingerprint import Identity
@@ -77,6 +79,8 @@ class ConsumerMachine:
         max_peers: connections held at one time.
         lanes: connections to one peer.
         tickets: with them only what carries a valid ticket is dialled.
+        codecs: what payload may be packed with over ZMQ, best first; ``none``: it may come
+            as it is.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class ConsumerMachine:
         max_peers: int = 256,
         lanes: int = 1,
         tickets: Tickets | None = None,
+        codecs: tuple[str, ...] = (NONE,),
     ) -> None:
         self._pool = pool
         self.identity = identity
@@ -99,6 +104,7 @@ class ConsumerMachine:
         self._planes = list(planes)
         self._chunk = chunk_bytes
         self._tickets = tickets
+        self._codecs = codecs
         self._fetches: dict[str, Fetch] = {}
         self._by_xfer: dict[int, str] = {}
         self._peers = Connections(connect_timeout, max_peers, lanes, window_bytes)
@@ -234,22 +240,30 @@ class ConsumerMachine:
 
     # ── what producers say ───────────────────────────────────────────────────
 
-    def landing(self, address: Address, message: XferAck | XferChunk) -> Span | None:
+    def landing(self, address: Address, message: XferAck | XferChunk) -> Span | int | None:
         """Where the payload behind this message belongs; None: throw it away.
 
-        Called before the payload is read; ``answered`` or ``arrived`` follows.
+        A number: packed, and so long. Called before the payload is read; ``answered`` or
+        ``arrived`` follows.
         """
         fetch = self._match(address, message)
         if fetch is None or fetch.entry is None:
             return None
         if isinstance(message, XferAck):
-            wanted = fetch.state is FetchState.ASKED and not _ack_fault(message, fetch.item)
-            return Span(fetch.entry, 0, fetch.entry.nbytes) if wanted else None
+            wanted = fetch.state is FetchState.ASKED and not self._ack_fault(message, fetch.item)
+            whole = Span(fetch.entry, 0, fetch.entry.nbytes)
+            return whole if wanted and not message.codec else None
         end = message.offset + message.nbytes
-        in_order = message.offset == fetch.received and message.nbytes > 0
+        in_order = message.offset == fetch.came and message.nbytes > 0
         if fetch.state is not FetchState.RECEIVING or not in_order or end > fetch.entry.nbytes:
             return None
-        return Span(fetch.entry, message.offset, message.nbytes)
+        if not message.codec:
+            return Span(fetch.entry, message.offset, message.nbytes)
+        # What unpacking takes is bounded here, before anything is kept: a run is no longer
+        # than was asked for, and its packed form shorter than the run.
+        asked_for = message.codec == fetch.codec and message.nbytes <= self._chunk
+        shorter = message.packed_nbytes < message.nbytes
+        return message.packed_nbytes if asked_for and shorter else None
 
     def answered(
         self, address: Address, ack: XferAck, payload: int | None, now: float
@@ -267,9 +281,10 @@ class ConsumerMachine:
             reason = _NACK_REASON[ack.status]
             text = ack.message + (f"\n{ack.traceback}" if ack.traceback else "")
             return self._fail(key, reason, text or reason, ack.factor)
-        if fault := _ack_fault(ack, fetch.item):
+        if fault := self._ack_fault(ack, fetch.item):
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         fetch.plane = ack.plane or "zmq"
+        fetch.codec = ack.codec
         if fetch.plane == "memory":
             if ack.region is None or "memory" not in self._planes:
                 fault = (
@@ -283,6 +298,13 @@ class ConsumerMachine:
                 address, fetch.xfer_id, ack.region, extents, ack.generation, fetch.entry
             )
             return [copy]
+        if not ack.codec and self._codecs[0] != NONE:
+            self.counts["codecs_declined"] += 1
+            if NONE not in self._codecs and ack.nbytes:
+                text = f"the producer has none of codecs={list(self._codecs)}; add 'none', or "
+                text += "set codecs there"
+                failed = self._fail(key, "incompatible", text, "codecs")
+                return [*self._hand_back(address, ack), *failed]
         fetch.move("bytes come")
         self._peers.streamed(fetch.address, now - fetch.asked_at)
         fetch.window_began, fetch.window_received = now, 0
@@ -291,14 +313,41 @@ class ConsumerMachine:
         return self._landed(key, payload, fetch.entry.nbytes, now)
 
     def arrived(
-        self, address: Address, chunk: XferChunk, payload: int | None, now: float
+        self, address: Address, chunk: XferChunk, payload: int | memoryview | None, now: float
     ) -> list[Effect]:
-        """A chunk came. ``payload``: length of what came behind it, None if nothing."""
+        """A chunk came. ``payload``: length of what came behind it, None if nothing.
+
+        Where ``landing`` gave a number, and so many bytes came: those.
+        """
         fetch = self._match(address, chunk)
         if fetch is None or fetch.state is not FetchState.RECEIVING:
             return []
         key = fetch.item.key
+        if isinstance(payload, memoryview):
+            fetch.came += chunk.nbytes
+            self.counts["packed_bytes_received"] += payload.nbytes
+            entry = fetch.room()
+            return [Unpack(fetch.xfer_id, chunk, payload, entry.dtype, entry.shape)]
+        if payload == chunk.nbytes:
+            fetch.came += payload
         return self._landed(key, payload or 0, chunk.nbytes, now)
+
+    def unpacking_to(self, xfer_id: int, chunk: XferChunk) -> Span | None:
+        """Where bytes unpacked meanwhile belong; None: they are not wanted any more."""
+        fetch = self._fetches.get(self._by_xfer.get(xfer_id, ""))
+        if fetch is None or fetch.state is not FetchState.RECEIVING:
+            return None
+        return Span(fetch.room(), chunk.offset, chunk.nbytes)
+
+    def unpacked(self, xfer_id: int, chunk: XferChunk, fault: str, now: float) -> list[Effect]:
+        """A chunk's bytes are where ``unpacking_to`` said, or could not be had (``fault``)."""
+        if self.unpacking_to(xfer_id, chunk) is None:
+            return []
+        key = self._by_xfer[xfer_id]
+        if fault:
+            text = f"bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, {chunk.codec}: {fault}"
+            return self._fail(key, "mismatch", text, hand_back=True)
+        return self._landed(key, chunk.nbytes, chunk.nbytes, now)
 
     def copied(self, xfer_id: int, fault: str, now: float) -> list[Effect]:
         """Same-host plane: the copy is done (``fault`` empty) or could not be had.
@@ -335,7 +384,7 @@ class ConsumerMachine:
             if fetch.state in MOVING:
                 effects += self._stop_copy(fetch)
                 fetch.move("connection lost")
-                fetch.received = 0
+                fetch.came = fetch.received = 0
             self._renumber(fetch)
         return effects
 
@@ -425,7 +474,8 @@ class ConsumerMachine:
         fetch = self._fetches[key]
         self._renumber(fetch)
         fetch.move("asks")
-        fetch.received = fetch.owed_credit = 0
+        fetch.came = fetch.received = fetch.owed_credit = 0
+        fetch.codec = ""
         fetch.asked_at, fetch.window = now, self._peers.flow(fetch.address).window
         patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
@@ -439,6 +489,7 @@ class ConsumerMachine:
             chunk_bytes=self._chunk,
             timeout_ms=int(min(max(patience, 0.001), MAX_PARK_SECONDS) * 1000),
             ticket=fetch.item.ticket,
+            codecs=[] if self._codecs == (NONE,) else list(self._codecs),
         )
         self.counts["requests_sent"] += 1
         return [SendToProducer(fetch.address, req)]
@@ -588,11 +639,24 @@ class ConsumerMachine:
         return stop
 
     def _stop_copy(self, fetch: Fetch) -> list[Effect]:
-        return [StopCopy(fetch.xfer_id)] if fetch.state is FetchState.COPYING else []
+        under_way = fetch.state is FetchState.COPYING or fetch.came > fetch.received
+        return [StopCopy(fetch.xfer_id)] if under_way else []
 
     def _done_effects(self, fetch: Fetch) -> list[Effect]:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
         return [SendToProducer(fetch.address, done)]
+
+    def _ack_fault(self, ack: XferAck, item: FetchItem) -> str:
+        """What is wrong with an OK ack for this item; empty when nothing is."""
+        sent = (ack.nbytes, ack.dtype, ack.shape)
+        due = (item.nbytes, item.dtype, item.shape)
+        if ack.status is not XferStatus.OK:
+            return ""
+        if sent != due:
+            return f"the producer holds {sent} (bytes, dtype, shape) where {due} was announced"
+        if ack.codec and (ack.codec == NONE or ack.codec not in self._codecs):
+            return f"the producer packs with {ack.codec!r}, which was not offered"
+        return ""
 
     def _hand_back(self, address: Address, ack: XferAck) -> list[Effect]:
         if ack.status is not XferStatus.OK or ack.session_id != self._session:
@@ -613,12 +677,3 @@ def _fits(entry: Entry, item: FetchItem) -> bool:
         return True
     have = (entry.nbytes, entry.dtype, tuple(entry.shape))
     return have == (item.nbytes, item.dtype, tuple(item.shape))
-
-
-def _ack_fault(ack: XferAck, item: FetchItem) -> str:
-    """What is wrong with an OK ack for this item; empty when nothing is."""
-    sent = (ack.nbytes, ack.dtype, ack.shape)
-    due = (item.nbytes, item.dtype, item.shape)
-    if ack.status is XferStatus.OK and sent != due:
-        return f"the producer holds {sent} (bytes, dtype, shape) where {due} was announced"
-    return ""

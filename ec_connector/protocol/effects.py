@@ -48,12 +48,15 @@ class SendToConsumer:
     """Send a message to the peer of this identity, with pool bytes behind it if any.
 
     ``grant`` names the pin under which the bytes may be read until they are out.
+    With a ``codec`` the bytes of a chunk are to be packed first, if they shrink; chunks
+    of one grant leave in order.
     """
 
     peer: bytes
     message: XferAck | XferChunk
     payload: Span | None = None
     grant: str = ""
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,22 @@ class CopyFromPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpack:
+    """Make the rows again that ``data`` packs. Answered by ``unpacked``.
+
+    Nothing is written into the pool before that: ``unpacking_to`` says where to.
+    """
+
+    xfer_id: int
+    chunk: XferChunk
+    data: memoryview
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StopCopy:
-    """Do not go on with a copy: its target is no longer the fetch's to write."""
+    """Do not go on with a copy, or with unpacking: its target is not the fetch's any more."""
 
     xfer_id: int
 
@@ -123,6 +140,7 @@ Effect = (
     | Disconnect
     | SendToProducer
     | CopyFromPeer
+    | Unpack
     | StopCopy
     | Tell
 )

@@ -76,7 +76,11 @@ class Fetch:
     waiters: dict[bytes, Waiter] = field(default_factory=dict)
     entry: Entry | None = None
     xfer_id: int = 0
+    came: int = 0
+    """Bytes of the item whose messages are here, in order; the next one begins there."""
     received: int = 0
+    """Those of them that are in the pool; the others are still being unpacked."""
+    codec: str = ""
     owed_credit: int = 0
     asked_at: float = 0.0
     window: int = 0

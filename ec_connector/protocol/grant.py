@@ -51,7 +51,7 @@ GRANT: Final = Table(
 class Grant:
     """A request that is parked (no ``entry`` yet) or granted (pinned as ``pin``).
 
-    ``chunk``, ``credit`` and ``sent`` are bytes.
+    ``chunk``, ``credit`` and ``sent`` are bytes of the item; ``codec`` empty: sent as they are.
     """
 
     peer: bytes
@@ -62,6 +62,7 @@ class Grant:
     chunk: int = 0
     credit: int = 0
     sent: int = 0
+    codec: str = ""
 
     def move(self, event: str) -> None:
         """Something happened to it. Raises InternalError where that cannot be."""

@@ -41,6 +41,7 @@ MAX_BODY_BYTES = 64 * 1024
 MAX_HASH_CHARS = 512
 MAX_TEXT_CHARS = 4096
 MAX_FACTORS = 32
+MAX_CODEC_CHARS = 32
 MAX_RANK = 8
 MAX_CREDIT_BYTES = 256 * 1024 * 1024
 """Payload under way on one grant; credit beyond it is not kept."""
@@ -87,6 +88,8 @@ class XferReq(
     chunks while there is credit. ``timeout_ms`` is how long the request may be
     parked at the producer. ``ticket`` is the announcement's. ``fingerprint``
     holds further factors by name; one that a side does not know is not compared.
+    ``codecs`` are ways for the payload to be made smaller over ZMQ, best first;
+    none at all means ``["none"]``.
     """
 
     mm_hash: str
@@ -100,6 +103,7 @@ class XferReq(
     chunk_bytes: int = 0
     timeout_ms: int = 0
     ticket: str = ""
+    codecs: list[str] = []
 
 
 class RegionRef(msgspec.Struct, omit_defaults=True, frozen=True, gc=False):
@@ -125,7 +129,8 @@ class XferAck(msgspec.Struct, tag="ack", omit_defaults=True, gc=False):
     (NACK_INCOMPAT) and ``traceback`` is the producer's (NACK_INTERNAL).
     ``plane`` is how the bytes travel: ``"zmq"`` (this message's payload frame,
     or chunks) or ``"memory"`` (read ``extents`` of ``region``; check
-    ``generation`` after the copy).
+    ``generation`` after the copy). ``codec`` is the one of the request's that the
+    chunks may use; with it no payload comes with the ack.
     """
 
     mm_hash: str
@@ -145,15 +150,24 @@ class XferAck(msgspec.Struct, tag="ack", omit_defaults=True, gc=False):
     generation: int = 0
     extents: list[tuple[int, int]] = []
     region: RegionRef | None = None
+    codec: str = ""
 
 
 class XferChunk(msgspec.Struct, tag="chunk", omit_defaults=True, gc=False):
-    """Producer to consumer: payload bytes ``offset`` to ``offset + nbytes`` of a grant."""
+    """Producer to consumer: payload bytes ``offset`` to ``offset + nbytes`` of a grant.
+
+    With a ``codec`` the payload frame is ``packed_nbytes`` long, which is fewer, and
+    unpacks to those bytes; ``checksum`` is the CRC-32 of the frame. Without one it
+    is the bytes themselves, also under a grant with a codec: not every run shrinks.
+    """
 
     session_id: str
     xfer_id: int
     offset: int = 0
     nbytes: int = 0
+    codec: str = ""
+    packed_nbytes: int = 0
+    checksum: int = 0
 
 
 class XferCredit(msgspec.Struct, tag="credit", omit_defaults=True, gc=False):
@@ -226,6 +240,12 @@ def _checked(message: Any) -> Any:
     if isinstance(message, XferReq):
         if len(message.fingerprint) > MAX_FACTORS or len(message.planes) > MAX_FACTORS:
             raise WireError(f"more than {MAX_FACTORS} factors or planes")
+        if len(message.codecs) > MAX_FACTORS or any(
+            len(name) > MAX_CODEC_CHARS for name in message.codecs
+        ):
+            raise WireError(
+                f"more than {MAX_FACTORS} codecs, or a name of over {MAX_CODEC_CHARS} characters"
+            )
     elif isinstance(message, XferAck):
         if len(message.shape) > MAX_RANK or any(size < 0 for size in message.shape):
             raise WireError(
@@ -243,12 +263,14 @@ _TEXT_LIMITS = {
     "ticket": MAX_TICKET_CHARS,
     "dtype": 32,
     "plane": 32,
+    "codec": MAX_CODEC_CHARS,
     "factor": 64,
     "message": MAX_TEXT_CHARS,
     "traceback": 4 * MAX_TEXT_CHARS,
 }
 _COUNTS = {
     "xfer_id", "nbytes", "offset", "credit_bytes", "chunk_bytes", "timeout_ms", "generation",
+    "packed_nbytes", "checksum",
 }  # fmt: skip
 _LIMITS_OF = {
     kind: (

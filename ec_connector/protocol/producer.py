@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from ec_connector.codecs.choice import EXACT, LOSS, NONE, aligned_chunk, choose, loss_of
 from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.deadlines import Deadlines
@@ -62,6 +63,7 @@ class ProducerMachine:
             its request would only wait for itself.
         tickets: with them only requests are served that carry the item's ticket.
         announced_at: host and port that this producer's announcements name.
+        codecs: what payload may be packed with over ZMQ; ``none``: it may go as it is.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ProducerMachine:
         own_session: str | None = None,
         tickets: Tickets | None = None,
         announced_at: tuple[str, int] = ("", 0),
+        codecs: tuple[str, ...] = (NONE,),
     ) -> None:
         self._pool = pool
         self.identity = identity
@@ -85,6 +88,7 @@ class ProducerMachine:
         self._own_session = own_session
         self._tickets = tickets
         self._announced_at = announced_at
+        self._codecs = codecs
         self._grants: dict[GrantKey, Grant] = {}
         self._of_peer: dict[bytes, set[GrantKey]] = {}
         self._parking = Parking(max_parked)
@@ -237,21 +241,42 @@ class ProducerMachine:
             )
             return _Refusal(XferStatus.NACK_VERSION, text)
         difference = agree(self.identity, Identity(req.compatibility_hash, req.fingerprint))
+        # Who does not know the word loses nothing, and takes nothing that has lost.
+        loss = (loss_of(self._codecs), req.fingerprint.get(LOSS, EXACT))
+        if difference is None and loss[0] != loss[1]:
+            difference = (LOSS, *loss)
         if difference is None:
             return None
         factor, mine, theirs = difference
         text = f"{factor} differs: {mine!r} at the producer, {theirs!r} at the consumer"
+        if factor == LOSS:
+            text += "; put the lossy codec into codecs on both sides, or on neither"
         return _Refusal(XferStatus.NACK_INCOMPAT, text, factor=factor)
+
+    def _no_codec(self, req: XferReq, entry: Entry) -> _Refusal:
+        text = (
+            f"no codec for {entry.dtype} of shape {list(entry.shape)}: the producer has codecs="
+            f"{list(self._codecs)}, the consumer takes {req.codecs or [NONE]}"
+        )
+        return _Refusal(XferStatus.NACK_INCOMPAT, text, factor="codecs")
 
     # ── grants ───────────────────────────────────────────────────────────────
 
     def _grant(self, key: GrantKey, grant: Grant, entry: Entry, now: float) -> list[Effect]:
         peer, req = grant.peer, grant.req
+        mapped = "memory" in self._planes and "memory" in req.planes
+        mapped = mapped and len(entry.extents) <= MAX_EXTENTS
+        grant.chunk = min(max(req.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        codec = NONE
+        if entry.nbytes and not mapped:
+            found = choose(req.codecs, self._codecs, entry.dtype, entry.shape, grant.chunk)
+            if found is None:
+                return [self._refuse(grant, self._no_codec(req, entry))]
+            codec = found
         grant.move("granted")
         self._pins += 1
         grant.entry, grant.pin = entry, f"grant/{self._pins}"
         self._pool.pin(entry.key, grant.pin, None, now)
-        grant.chunk = min(max(req.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         grant.credit = min(req.credit_bytes, MAX_CREDIT_BYTES)
         self._keep(key, grant)
         self._leases.set(key, now + self._lease)
@@ -264,12 +289,16 @@ class ProducerMachine:
             return [SendToConsumer(peer, ack, whole, grant.pin), *self._end(key, "sent whole")]
         ack.xfer_id = req.xfer_id
         ack.nbytes, ack.dtype, ack.shape = entry.nbytes, entry.dtype, list(entry.shape)
-        both = "memory" in self._planes and "memory" in req.planes
-        if both and len(entry.extents) <= MAX_EXTENTS:
+        if mapped:
             ack.plane, ack.region = "memory", self._region
             ack.extents, ack.generation = list(entry.extents), entry.generation
             return [SendToConsumer(peer, ack)]
         ack.plane = "zmq"
+        if codec != NONE:
+            self.counts[f"codec_{codec}"] += 1
+            ack.codec = grant.codec = codec
+            grant.chunk = aligned_chunk(codec, entry.dtype, entry.shape, grant.chunk)
+            return [SendToConsumer(peer, ack), *self._push(grant, entry)]
         if entry.nbytes <= min(grant.credit, grant.chunk):
             grant.sent = entry.nbytes
             return [SendToConsumer(peer, ack, Span(entry, 0, entry.nbytes), grant.pin)]
@@ -283,7 +312,7 @@ class ProducerMachine:
                 break
             chunk = XferChunk(grant.req.session_id, grant.req.xfer_id, grant.sent, nbytes)
             payload = Span(entry, grant.sent, nbytes)
-            effects.append(SendToConsumer(grant.peer, chunk, payload, grant.pin))
+            effects.append(SendToConsumer(grant.peer, chunk, payload, grant.pin, grant.codec))
             grant.sent += nbytes
             grant.credit -= nbytes
         return effects

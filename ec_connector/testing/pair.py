@@ -52,6 +52,7 @@ class Pair(Wiring):
         producer_identity, consumer_identity: what the two engines are.
         chunk_bytes, window_bytes, connect_timeout: as for ``ConsumerMachine``.
         lease, max_parked: as for ``ProducerMachine``.
+        producer_codecs, consumer_codecs: ``codecs`` of each.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -7,7 +7,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ec_connector.errors import InternalError
+import msgspec
+
+from ec_connector.codecs.choice import NONE
+from ec_connector.codecs.work import pack, unpack
+from ec_connector.errors import CodecError, InternalError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
@@ -22,12 +26,14 @@ from ec_connector.protocol.effects import (
     Span,
     StopCopy,
     Tell,
+    Unpack,
 )
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import ToClient
 from ec_connector.protocol.messages import (
     RegionRef,
     XferAck,
+    XferChunk,
     XferCredit,
     XferReq,
     decode_to_consumer,
@@ -46,12 +52,16 @@ TOO_MANY_TURNS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message on its way: its encoded body, and what lies behind it."""
+    """One message on its way: its encoded body, and what lies behind it.
+
+    ``packed`` is a payload of its own, ``payload`` one that is read when it arrives.
+    """
 
     peer: bytes
     body: bytes
     payload: Span | None = None
     grant: str = ""
+    packed: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +87,8 @@ class Wiring:
         max_peers: int = 4,
         lease: float = 30.0,
         max_parked: int = 64,
+        producer_codecs: tuple[str, ...] = (NONE,),
+        consumer_codecs: tuple[str, ...] = (NONE,),
     ) -> None:
         self.clock = ManualClock()
         self.transport: Transport[Frame] = Transport(self.clock)
@@ -92,6 +104,7 @@ class Wiring:
             planes=planes,
             lease=lease,
             max_parked=max_parked,
+            codecs=producer_codecs,
         )
         self.consumer = ConsumerMachine(
             self.consumer_pool,
@@ -102,12 +115,14 @@ class Wiring:
             window_bytes=window_bytes,
             connect_timeout=connect_timeout,
             max_peers=max_peers,
+            codecs=consumer_codecs,
         )
         self.answers: list[tuple[bytes, ToClient]] = []
         self.hold_copies = False
         self.can_map = True
         self._copies: list[_Copy] = []
         self._faults: list[tuple[int, str]] = []
+        self._unpacks: list[Unpack] = []
         self._cut = False
         self._dialled = False
         self._connections = 0
@@ -136,6 +151,8 @@ class Wiring:
             self._do(self.consumer.copied(xfer_id, fault, now))
         elif self._copies and not self.hold_copies:
             self._finish(self._copies.pop(0))
+        elif self._unpacks and not self.hold_copies:
+            self._unpack(self._unpacks.pop(0))
         else:
             moved = False
         self._sweep()
@@ -170,6 +187,9 @@ class Wiring:
                 self._start(effect)
             elif isinstance(effect, StopCopy):
                 self._copies = [c for c in self._copies if c.effect.xfer_id != effect.xfer_id]
+                self._unpacks = [u for u in self._unpacks if u.xfer_id != effect.xfer_id]
+            elif isinstance(effect, Unpack):
+                self._unpacks.append(effect)
         self._sweep()
 
     @property
@@ -204,9 +224,21 @@ class Wiring:
         if self._cut or not self._dialled or effect.peer != self._peer:
             self._do(self.producer.peer_gone(effect.peer))
             return
-        body = encode(effect.message)
-        frame = Frame(effect.peer, body, effect.payload, effect.grant)
+        frame = Frame(effect.peer, encode(effect.message), effect.payload, effect.grant)
+        if effect.codec and effect.payload is not None and isinstance(effect.message, XferChunk):
+            frame = self._packed(frame, effect.message, effect.payload, effect.codec)
         self.transport.to_consumer.send(frame)
+
+    def _packed(self, frame: Frame, chunk: XferChunk, span: Span, codec: str) -> Frame:
+        entry = span.entry
+        run = self._there.read(entry.extents, span.nbytes, span.offset)
+        packed = pack(codec, run, entry.dtype, entry.shape)
+        if packed is None:
+            return frame
+        chunk = msgspec.structs.replace(
+            chunk, codec=codec, packed_nbytes=len(packed.data), checksum=packed.checksum
+        )
+        return Frame(frame.peer, encode(chunk), packed=packed.data)
 
     def _at_producer(self, frame: Frame) -> None:
         message = decode_to_producer(frame.body)
@@ -219,20 +251,37 @@ class Wiring:
 
     def _at_consumer(self, frame: Frame) -> None:
         message = decode_to_consumer(frame.body)
-        received: int | None = None
-        if frame.payload is not None:
-            source = frame.payload
-            data = self._there.read(source.entry.extents, source.nbytes, source.offset)
+        received: int | memoryview | None = None
+        if frame.payload is not None or frame.packed is not None:
+            data = frame.packed or b""
+            if frame.payload is not None:
+                source = frame.payload
+                data = self._there.read(source.entry.extents, source.nbytes, source.offset)
             target = self.consumer.landing(PRODUCER, message)
             received = 0
-            if target is not None:
+            if isinstance(target, Span):
                 received = len(data)
                 self._here.write(target.entry.extents, data[: target.nbytes], target.offset)
+            elif target is not None:
+                received = memoryview(data) if len(data) == target else 0
         now = self.clock.now
         if isinstance(message, XferAck):
-            self._do(self.consumer.answered(PRODUCER, message, received, now))
+            came = received if isinstance(received, int | None) else 0
+            self._do(self.consumer.answered(PRODUCER, message, came, now))
         else:
             self._do(self.consumer.arrived(PRODUCER, message, received, now))
+
+    def _unpack(self, job: Unpack) -> None:
+        chunk, fault = job.chunk, ""
+        span = self.consumer.unpacking_to(job.xfer_id, chunk)
+        try:
+            rows = unpack(chunk.codec, job.data, chunk.checksum, chunk.nbytes, job.dtype, job.shape)
+        except CodecError as error:
+            fault = str(error)
+        else:
+            if span is not None:
+                self._here.write(span.entry.extents, rows.tobytes(), span.offset)
+        self._do(self.consumer.unpacked(job.xfer_id, chunk, fault, self.clock.now))
 
     def _start(self, effect: CopyFromPeer) -> None:
         if not self.can_map:

@@ -37,6 +37,7 @@ OUR_REQUEST_FIELDS: dict[str, Any] = {
     "chunk_bytes": 2,
     "timeout_ms": 3,
     "ticket": "1.0123",
+    "codecs": ["zstd"],
 }
 OUR_ACK_FIELDS: dict[str, Any] = {
     "xfer_id": 7,
@@ -50,6 +51,7 @@ OUR_ACK_FIELDS: dict[str, Any] = {
     "generation": 9,
     "extents": [(0, 1)],
     "region": REGION,
+    "codec": "zstd",
 }
 
 

@@ -63,6 +63,10 @@ OURS: dict[str, tuple[str, ToProducer | ToConsumer]] = {
         "with the announcement's ticket",
         XferReq(HASH, COMPATIBILITY, SESSION, 1, xfer_id=8, ticket=COMPATIBILITY),
     ),
+    "req_codecs": (
+        "rows may come packed, best codec first",
+        XferReq(HASH, COMPATIBILITY, SESSION, 1, xfer_id=9, codecs=["zstd", "none"]),
+    ),
     "req_odd_identifier": (
         "an identifier is any text: a LoRA name, a client's uuid",
         XferReq("lora-é:../☃", COMPATIBILITY, SESSION, 1, xfer_id=1),
@@ -72,6 +76,13 @@ OURS: dict[str, tuple[str, ToProducer | ToConsumer]] = {
         XferAck(
             HASH, XferStatus.OK, SESSION, xfer_id=1, plane="zmq", nbytes=131072,
             dtype="bfloat16", shape=[256, 256],
+        ),
+    ),
+    "ack_ok_codec": (
+        "granted over ZMQ, chunks follow that may be packed",
+        XferAck(
+            HASH, XferStatus.OK, SESSION, xfer_id=9, plane="zmq", nbytes=131072,
+            dtype="bfloat16", shape=[256, 256], codec="zstd",
         ),
     ),
     "ack_ok_memory": (
@@ -125,6 +136,10 @@ OURS: dict[str, tuple[str, ToProducer | ToConsumer]] = {
         XferChunk(SESSION, 70000, 0, 1 << 20),
     ),
     "chunk_later": ("beyond 4 GiB", XferChunk(SESSION, 70000, 5 << 30, 1 << 20)),
+    "chunk_packed": (
+        "a MiB of rows in fewer bytes, and their CRC-32",
+        XferChunk(SESSION, 9, 0, 1 << 20, "zstd", 712_345, 0xCAFEF00D),
+    ),
     "credit": ("one chunk more", XferCredit(SESSION, HASH, 70000, 1 << 20)),
     "done": ("unpin", XferDone(SESSION, HASH, 70000)),
     "done_to_base_peer": ("without a transfer number", XferDone(SESSION, HASH)),

@@ -45,6 +45,7 @@ to_producer = st.one_of(
         credit_bytes=count,
         chunk_bytes=count,
         timeout_ms=count,
+        codecs=st.lists(text, max_size=4),
     ),
     st.builds(messages.XferCredit, text, text, count, count),
     st.builds(messages.XferDone, text, text, count),
@@ -69,8 +70,9 @@ to_consumer = st.one_of(
         generation=count,
         extents=extents,
         region=st.none() | regions,
+        codec=text,
     ),
-    st.builds(messages.XferChunk, text, count, count, count),
+    st.builds(messages.XferChunk, text, count, count, count, text, count, count),
 )
 reserved = st.builds(local.ReservedItem, text, count, extents, st.booleans(), text)
 to_client = st.one_of(

@@ -37,15 +37,16 @@ REGION = RegionRef(pid=4242, fd=17, nbytes=1 << 30, block_bytes=1 << 16, token="
 FULL: list[messages.ToProducer | messages.ToConsumer] = [
     XferReq(
         "hash", "compat", "session", 2, 7, {"dtype": "bfloat16"}, ["memory", "zmq"], 1, 2, 3,
-        "ticket",
+        "ticket", ["zstd"],
     ),
     XferCredit("session", "hash", 7, 1 << 20),
     XferDone("session", "hash", 7),
     XferAck(
         "hash", XferStatus.NACK_INTERNAL, "session", [1, 2], b"agent", b"memory", 7, "memory",
         64, "bfloat16", [4, 8], "message", "factor", "traceback", 9, [(0, 1), (5, 2)], REGION,
+        "zstd",
     ),
-    XferChunk("session", 7, 1 << 20, 1 << 20),
+    XferChunk("session", 7, 1 << 20, 1 << 20, "zstd", 1 << 19, 1 << 31),
 ]  # fmt: skip
 """One of each kind, with no field at its default."""
 TO_PRODUCER = (XferReq, XferCredit, XferDone)
