@@ -90,6 +90,11 @@ class Connections:
             return best
         return next(lane for lane in lanes if lane not in self._peers)
 
+    def connected(self, address: Address) -> bool:
+        """Whether messages get there now."""
+        peer = self._peers.get(address)
+        return peer is not None and peer.state is PeerState.UP
+
     def streamed(self, address: Address, seconds: float) -> Flow:
         """Bytes come through this connection's socket; the answer to the question took so long."""
         peer = self._peers[address]

@@ -13,6 +13,9 @@ Rules:
 4. A broken connection restarts the fetches that used it, until the peer has been
    away for ``connect_timeout``; a peer that stays away fails new fetches at once.
 5. A client's items stay pinned until it releases them or is gone.
+6. Announcements come from clients, and one that names other content for a key costs nobody
+   what is here: that makes way only once the announced producer is connected, so after ticket,
+   address and keys were found right.
 
 The states of a fetch are the table ``FETCH``.
 """
@@ -122,6 +125,9 @@ class ConsumerMachine:
         """A client wants an item pinned in the pool."""
         self.counts["fetches"] += 1
         waiter = Waiter(now + item.timeout_ms / 1000.0, now)
+        entry = self._pool.get(item.key)
+        if entry is not None and entry.ready and _fits(entry, item):
+            return [self._ready(client, entry, waiter, now, "pool", "")]
         running = self._fetches.get(item.key)
         if running is not None:
             if not self._same_item(running, item):
@@ -133,13 +139,6 @@ class ConsumerMachine:
         if item.nbytes < 0 or len(item.shape) > MAX_RANK or min(item.shape, default=0) < 0:
             text = f"{item.nbytes} bytes of shape {item.shape[: MAX_RANK + 1]} are no item"
             return [self._failed(client, item, "mismatch", text)]
-        entry = self._pool.get(item.key)
-        if entry is not None and not _fits(entry, item):
-            # A client-chosen identifier was used for other content; ours is not what is wanted.
-            self._pool.drop(item.key)
-            entry = self._pool.get(item.key)
-        if entry is not None and entry.ready:
-            return [self._ready(client, entry, waiter, now, "pool", "")]
         if len(item.key) > MAX_HASH_CHARS:
             text = f"a key of over {MAX_HASH_CHARS} characters is not served"
             return [self._failed(client, item, "missing", text)]
@@ -154,7 +153,7 @@ class ConsumerMachine:
         fetch.waiters[client] = waiter
         self._fetches[item.key] = fetch
         self._waiters.set((item.key, client), waiter.deadline)
-        if entry is not None:
+        if entry is not None and not entry.ready:
             fetch.move("saved here")
             return []
         if self._peers.full_for(address):
@@ -164,7 +163,10 @@ class ConsumerMachine:
         away = self._peers.absence(address, now)
         if away is not None:
             return self._fail(item.key, "peer_unreachable", _no_connection(address, away))
-        return [*effects, *self._start(item.key, now)]
+        if entry is not None and not self._peers.connected(address):
+            fetch.move("other content is here")
+            return effects
+        return [*effects, *self._replace(item.key, now)]
 
     def _has_ticket(self, item: FetchItem) -> bool:
         return self._tickets is None or self._tickets.verify(
@@ -374,6 +376,9 @@ class ConsumerMachine:
         for key in self._peers.up(address, now):
             if self._fetches[key].state in (FetchState.ASKED, *MOVING):
                 effects += self._ask(key, now)
+        for key in self._peers.users(address):
+            if self._fetches[key].state is FetchState.MEETING:
+                effects += self._replace(key, now)
         return effects
 
     def peer_down(self, address: Address, now: float) -> list[Effect]:
@@ -433,7 +438,7 @@ class ConsumerMachine:
             remote = fetch.state is not FetchState.LOCAL
             if remote and key not in self._peers.users(fetch.address):
                 raise InternalError(f"the fetch of {key!r} has no peer")
-            has_room = fetch.state not in (FetchState.LOCAL, FetchState.ROOM)
+            has_room = fetch.state not in (FetchState.LOCAL, FetchState.MEETING, FetchState.ROOM)
             if has_room != (fetch.entry is not None):
                 raise InternalError(f"the fetch of {key!r} is {fetch.state} with {fetch.entry}")
             if (fetch.state is FetchState.ROOM) != (key in self._waiting_for_room):
@@ -448,11 +453,19 @@ class ConsumerMachine:
 
     # ── asking ───────────────────────────────────────────────────────────────
 
+    def _replace(self, key: str, now: float) -> list[Effect]:
+        """Start a fetch whose producer is allowed; what is here of other content makes way."""
+        entry = self._pool.get(key)
+        if entry is not None and not _fits(entry, self._fetches[key].item):
+            # A client-chosen identifier was used twice; ours is not what is wanted.
+            self._pool.drop(key)
+        return self._start(key, now)
+
     def _start(self, key: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
         item = fetch.item
         if self._pool.get(key) is not None:
-            # While this fetch waited for room, the engine itself came to save the item.
+            # While this fetch waited, the engine itself came to save the item.
             self._waiting_for_room.pop(key, None)
             fetch.move("saved here")
             self._peers.leave(fetch.address, key)

@@ -21,6 +21,7 @@ class FetchState(enum.Enum):
 
     NEW = "new"
     LOCAL = "being saved here"
+    MEETING = "other content is here: its producer must be connected first"
     ROOM = "waiting for room in the pool"
     ASKED = "asked"
     BACKOFF = "to be asked again"
@@ -40,8 +41,9 @@ FETCH: Final = Table(
     "fetch",
     FetchState.NEW,
     {
-        FetchState.NEW: _BEGINS | _ENDS,
+        FetchState.NEW: {"other content is here": FetchState.MEETING} | _BEGINS | _ENDS,
         FetchState.LOCAL: _ENDS,
+        FetchState.MEETING: _BEGINS | _ENDS,
         FetchState.ROOM: _BEGINS | _ENDS,
         FetchState.ASKED: {
             "not ready": FetchState.BACKOFF,

@@ -35,6 +35,7 @@ from ec_connector.protocol.messages import (
     XferStatus,
     encode,
 )
+from ec_connector.protocol.tickets import Tickets
 
 BLOCKS, BLOCK = 16, 1024
 THERE, ELSEWHERE = Address("there", 1), Address("elsewhere", 2)
@@ -318,8 +319,54 @@ def test_its_end_is_no_news_to_a_transfer(bench: Bench) -> None:
 def test_other_content_in_the_pool_makes_way(bench: Bench) -> None:
     """The key is asked for where the wanted content is, and the old bytes go."""
     bench.pool.commit("a", bench.reserve(nbytes=500), 0.0)
-    assert len(sent(bench.fetch(), XferReq)) == 1
+    assert bench.fetch() == [Connect(THERE)]
+    assert len(sent(bench.checked(bench.machine.peer_up(THERE, 0.1)), XferReq)) == 1
     assert told(bench.answer(payload=1000)) == [(ME, "zmq")]
+    # Where the producer is connected already, at once.
+    assert len(sent(bench.fetch(OTHER, nbytes=700), XferReq)) == 1
+
+
+@pytest.mark.parametrize("end", ["refused", "unreachable", "deadline", "given up", "no ticket"])
+def test_a_lying_announcement_evicts_nothing(end: str) -> None:
+    """What is here stays, and is served meanwhile, until the announced producer is connected."""
+    bench = Bench(tickets=Tickets([b"k" * 32]) if end == "no ticket" else None)
+    bench.pool.commit("a", bench.reserve(nbytes=500), 0.0)
+    effects = bench.fetch(seconds=1.0 if end == "deadline" else 5.0)
+    assert sent(effects, XferReq) == []
+    assert told(bench.fetch(OTHER, nbytes=500)) == [(OTHER, "pool")]
+    if end == "refused":
+        effects = bench.checked(bench.machine.peer_refused(THERE, "not allowed"))
+    elif end == "given up":
+        effects = bench.checked(bench.machine.release(ME, "a", 0.0))
+    elif end != "no ticket":
+        effects = bench.tick(1.5) + bench.tick(2.5)
+    reason = {
+        "refused": "peer_refused",
+        "no ticket": "peer_refused",
+        "unreachable": "peer_unreachable",
+    }
+    assert told(effects) == ([] if end == "given up" else [(ME, reason.get(end, end))])
+    bench.checked(bench.machine.release(OTHER, "a", 3.0))
+    assert told(bench.fetch(OTHER, nbytes=500, now=3.0)) == [(OTHER, "pool")]
+
+
+def test_replaced_by_this_engine_before_its_producer_is_met(bench: Bench) -> None:
+    """What the engine saves under that key meanwhile is looked at when the producer is there."""
+    bench.pool.commit("a", bench.reserve(nbytes=500), 0.0)
+    bench.fetch()
+    bench.pool.drop("a")
+    generation = bench.reserve()
+    assert bench.checked(bench.machine.peer_up(THERE, 0.1)) == []
+    bench.pool.commit("a", generation, 0.2)
+    assert told(bench.checked(bench.machine.saved("a", 0.2))) == [(ME, "pool")]
+
+
+def test_its_producer_goes_before_it_was_asked(bench: Bench) -> None:
+    """A connection that comes, goes and comes again: the question is put once there is one."""
+    bench.pool.commit("a", bench.reserve(nbytes=500), 0.0)
+    bench.fetch()
+    assert bench.checked(bench.machine.peer_down(THERE, 0.1)) == []
+    assert len(sent(bench.checked(bench.machine.peer_up(THERE, 0.2)), XferReq)) == 1
 
 
 def test_saved_here_while_it_waited_for_room(bench: Bench) -> None:
