@@ -22,6 +22,12 @@ HANDSHAKE_MS = 5000
 """A connection that has not said who it is by then is closed."""
 
 
+WAITING_IN = 128
+"""Messages of one connection that wait to be read. More stay in the network, and slow down whoever
+sends them."""
+WAITING_OUT = 65536
+"""Messages to one consumer that wait to be sent. A thousand transfers at once need a tenth of it;
+who reads nothing and asks on has no more answers than this in our memory."""
 CURVE_BYTES = 64
 """Room for what CURVE adds to a frame (33 bytes): libzmq's size limit is for what is sent."""
 
@@ -42,7 +48,8 @@ def bind_peers(
     router = context.socket(zmq.ROUTER)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.SNDHWM, 0),  # what may be queued is bounded by credit and by parked requests
+        (zmq.SNDHWM, WAITING_OUT),
+        (zmq.RCVHWM, WAITING_IN),
         (zmq.ROUTER_MANDATORY, 1),
         (zmq.ROUTER_HANDOVER, 0),
         (zmq.IPV6, 1),

@@ -20,7 +20,12 @@ from functools import partial
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ec_connector.agent.listen import CURVE_BYTES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from ec_connector.agent.listen import (
+    CURVE_BYTES,
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    WAITING_IN,
+)
 from ec_connector.agent.reactor import Reactor
 from ec_connector.curve import Credentials
 from ec_connector.errors import PeerRefusedError
@@ -223,7 +228,7 @@ class PeerSockets:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
+            (zmq.RCVHWM, WAITING_IN),
             (zmq.IPV6, 1),
             (zmq.RECONNECT_IVL, RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),

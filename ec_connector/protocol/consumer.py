@@ -287,6 +287,9 @@ class ConsumerMachine:
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         fetch.plane = ack.plane or "zmq"
         fetch.codec = ack.codec
+        if fetch.plane not in ("zmq", "memory"):
+            fault = f"the producer chose the plane {fetch.plane!r}, which was not asked for"
+            return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         if fetch.plane == "memory":
             if ack.region is None or "memory" not in self._planes:
                 fault = (

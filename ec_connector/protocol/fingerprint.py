@@ -15,11 +15,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ec_connector.errors import ConfigError
-from ec_connector.protocol.messages import MAX_FACTORS
-
-MAX_FACTOR_CHARS = 64
-"""A factor longer than this travels as its digest, so that a request stays small."""
-MAX_NAME_CHARS = 64
+from ec_connector.protocol.messages import MAX_FACTOR_CHARS, MAX_FACTORS
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -85,9 +81,9 @@ def usable_factors(factors: Mapping[str, object]) -> dict[str, str]:
         )
     usable = {}
     for name, value in factors.items():
-        if not 0 < len(name) <= MAX_NAME_CHARS:
+        if not 0 < len(name) <= MAX_FACTOR_CHARS:
             raise ConfigError(
-                f"factor {name!r}: give it a name of 1 to {MAX_NAME_CHARS} characters"
+                f"factor {name!r}: give it a name of 1 to {MAX_FACTOR_CHARS} characters"
             )
         try:
             usable[name] = short_digest(value)

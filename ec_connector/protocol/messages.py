@@ -42,6 +42,9 @@ MAX_HASH_CHARS = 512
 MAX_TEXT_CHARS = 4096
 MAX_FACTORS = 32
 MAX_CODEC_CHARS = 32
+MAX_FACTOR_CHARS = 64
+"""Name or value of a factor; a longer value travels as its digest, so requests stay small."""
+MAX_TOKEN_CHARS = 64
 MAX_RANK = 8
 MAX_CREDIT_BYTES = 256 * 1024 * 1024
 """Payload under way on one grant; credit beyond it is not kept."""
@@ -246,6 +249,11 @@ def _checked(message: Any) -> Any:
             raise WireError(
                 f"more than {MAX_FACTORS} codecs, or a name of over {MAX_CODEC_CHARS} characters"
             )
+        for text in (*message.planes, *message.fingerprint, *message.fingerprint.values()):
+            if len(text) > MAX_FACTOR_CHARS:
+                raise WireError(
+                    f"a plane or factor of {len(text)} characters exceeds {MAX_FACTOR_CHARS}"
+                )
     elif isinstance(message, XferAck):
         if len(message.shape) > MAX_RANK or any(size < 0 for size in message.shape):
             raise WireError(
@@ -253,7 +261,14 @@ def _checked(message: Any) -> Any:
             )
         if len(message.extents) > MAX_EXTENTS or any(min(run) < 0 for run in message.extents):
             raise WireError("extents are negative or too many")
+        if message.region is not None and not _is_place(message.region):
+            raise WireError(f"{message.region!r:.200} is no place of a region")
     return message
+
+
+def _is_place(region: RegionRef) -> bool:
+    numbers = (region.pid, region.fd, region.nbytes, region.block_bytes)
+    return min(numbers) >= 0 and max(numbers) < 1 << 63 and len(region.token) <= MAX_TOKEN_CHARS
 
 
 _TEXT_LIMITS = {
@@ -264,7 +279,7 @@ _TEXT_LIMITS = {
     "dtype": 32,
     "plane": 32,
     "codec": MAX_CODEC_CHARS,
-    "factor": 64,
+    "factor": MAX_FACTOR_CHARS,
     "message": MAX_TEXT_CHARS,
     "traceback": 4 * MAX_TEXT_CHARS,
 }
