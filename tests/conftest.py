@@ -152,3 +152,21 @@ def held_by_others(name: str) -> bool:
             if any(fd.readlink() == path for fd in Path(f"/proc/{pid}/fd").iterdir()):
                 return True
     return False
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What hostile peers attempted in all of the run (tests/security), and how much got in."""
+    made: Counter[str] = Counter()
+    got_in: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "teardown":
+                for name, value in report.user_properties:
+                    if name == "attempt":
+                        made[value[0]] += value[1]
+                        got_in[value[0]] += value[2]
+    if made:
+        terminalreporter.section("hostile peers")
+        for kind, count in sorted(made.items()):
+            terminalreporter.line(f"{count:6}  {kind}, got in {got_in[kind]}")
+        terminalreporter.line(f"attempts made {made.total()}, got in {got_in.total()}")

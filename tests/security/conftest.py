@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run: attacks made, and how many got in."""
+"""Each test's report says what it attempted; ``tests/conftest.py`` adds them up."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.security.hostile import GOT_IN, MADE
+from tests.security.hostile import TRIED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the counts."""
-    if MADE:
-        terminalreporter.section("hostile peers")
-        for kind, made in sorted(MADE.items()):
-            terminalreporter.line(
-                f"{made:6}  {kind}" + (f": GOT IN {GOT_IN[kind]}" * bool(GOT_IN[kind]))
-            )
-        terminalreporter.line(f"attempts made {sum(MADE.values())}, got in {sum(GOT_IN.values())}")
+@pytest.fixture(autouse=True)
+def attempts_are_reported(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever process the test ran in."""
+    TRIED.clear()
+    yield
+    request.node.user_properties += [("attempt", list(one)) for one in TRIED]

@@ -30,16 +30,14 @@ from ec_connector.protocol.messages import (
     encode,
 )
 
-MADE: dict[str, int] = {}
-"""Attempts by kind, for the summary of the run."""
-GOT_IN: dict[str, int] = {}
-"""Those that got what they should not have."""
+TRIED: list[tuple[str, int, int]] = []
+"""What the test that runs has attempted: the kind, how often, and how many got in."""
 
 SMALL: dict[str, Any] = {"pool_size": "8MiB", "connect_timeout": "1s"}
 PATIENCE = 10.0
 SOON = 2.0
 """Seconds in which a fetch that only waits for lies is given up."""
-GROWTH = 4 * 1024
+GROWTH = 8 * 1024
 """KiB by which an agent may be larger after an attack."""
 
 ROWS = np.arange(60_000, dtype=np.uint32).reshape(100, 600)
@@ -49,8 +47,7 @@ SECRET = np.random.default_rng(7).integers(0, 256, 200_000, dtype=np.uint8)
 
 def attempt(kind: str, *, got_in: bool = False, times: int = 1) -> None:
     """Count attempts for the summary."""
-    MADE[kind] = MADE.get(kind, 0) + times
-    GOT_IN[kind] = GOT_IN.get(kind, 0) + (times if got_in else 0)
+    TRIED.append((kind, times, times if got_in else 0))
 
 
 def until(what: Callable[[], Any], seconds: float = PATIENCE) -> bool:
