@@ -41,6 +41,7 @@ from ec_connector.errors import (
 from ec_connector.pool.region import Region
 from ec_connector.protocol.fingerprint import Identity, usable_factors
 from ec_connector.protocol.local import (
+    AskStats,
     Failed,
     Fetch,
     FetchItem,
@@ -51,6 +52,7 @@ from ec_connector.protocol.local import (
     ReservedItem,
     ReserveItem,
     Saved,
+    Stats,
     ToClient,
     decode_to_agent,
     encode_local,
@@ -71,6 +73,7 @@ class _Member:
         self.settings = Settings.parse(settings)
         self._tickets = load_tickets(self.settings.ticket_key)
         self._lock = threading.Lock()
+        self._asked = 0
         identity = Identity(factors=usable_factors(factors or {}))
         self._link = EngineLink(self.settings, identity, "client")
         self._welcome = self._link.start()
@@ -89,6 +92,25 @@ class _Member:
     def agent_pid(self) -> int:
         """Process id of the agent; 0 while there is none."""
         return self._link.agent_pid
+
+    def stats(self) -> dict[str, Any]:
+        """What this side's agent has counted since its start, and how things stand, by name.
+
+        Raises:
+            AgentLostError: the agent died or does not answer.
+        """
+        with self._lock:
+            self._attach()
+            self._asked += 1
+            seq = self._asked
+
+            def to_me(answer: ToClient) -> bool:
+                return isinstance(answer, Stats) and answer.seq == seq
+
+            answer = self._answer(to_me, ANSWER_SECONDS) if self._link.send(AskStats(seq)) else None
+            if not isinstance(answer, Stats):
+                raise AgentLostError(f"the agent did not answer within {ANSWER_SECONDS:g} s")
+            return answer.values
 
     def close(self) -> None:
         """End the agent, if this object started it. Idempotent."""

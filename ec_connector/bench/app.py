@@ -28,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     1 when a target that must hold does not, or something could not be measured.
     """
-    options = _options(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["compare"]:
+        from ec_connector.bench import compare as comparing
+
+        return comparing.main(words[1:])
+    options = _options(words)
     console = Console(stderr=options.json == "-", markup=False, highlight=False)
     console.width = max(console.width, _WIDTH)
     progress = Console(stderr=True, markup=False, highlight=False)
@@ -39,14 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ResultsError as error:
             print(error, file=sys.stderr)
             return USAGE
-    words = ["ec-connector", "bench", *(argv if argv is not None else sys.argv[1:])]
     with progress.status("starting") as status:
         try:
             run = measure(
                 QUICK if options.quick else FULL,
                 {},
                 lambda what: status.update(f"measuring: {what}"),
-                " ".join(words),
+                " ".join(["ec-connector", "bench", *words]),
             )
         except BenchError as error:
             print(error, file=sys.stderr)
@@ -74,7 +78,8 @@ def _options(argv: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(
         prog="ec-connector bench",
         description="Measure transfers here, by turns with vLLM's in-tree pair (where vllm and "
-        "nixl are installed) and with what the machine can do.",
+        "nixl are installed) and with what the machine can do. 'bench compare' is another "
+        "command: is pulling an encoding quicker than making it again?",
     )
     parser.add_argument("--quick", action="store_true", help="two sizes, half a minute")
     parser.add_argument("--json", metavar="FILE", default="", help="write the run; -: print it")

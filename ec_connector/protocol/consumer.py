@@ -352,6 +352,7 @@ class ConsumerMachine:
         if fault:
             text = f"bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, {chunk.codec}: {fault}"
             return self._fail(key, "mismatch", text, hand_back=True)
+        self.counts["unpacked_bytes"] += chunk.nbytes
         return self._landed(key, chunk.nbytes, chunk.nbytes, now)
 
     def copied(self, xfer_id: int, fault: str, now: float) -> list[Effect]:
