@@ -262,8 +262,10 @@ class ConsumerMachine:
         if not message.codec:
             return Span(fetch.entry, message.offset, message.nbytes)
         # What unpacking takes is bounded here, before anything is kept: a run is no longer
-        # than was asked for, and its packed form shorter than the run.
+        # than was asked for, its packed form shorter than the run, and all that waits to be
+        # unpacked within the credit.
         asked_for = message.codec == fetch.codec and message.nbytes <= self._chunk
+        asked_for = asked_for and end <= fetch.credited
         shorter = message.packed_nbytes < message.nbytes
         return message.packed_nbytes if asked_for and shorter else None
 
@@ -494,6 +496,7 @@ class ConsumerMachine:
         fetch.came = fetch.received = fetch.owed_credit = 0
         fetch.codec = ""
         fetch.asked_at, fetch.window = now, self._peers.flow(fetch.address).window
+        fetch.credited = fetch.window
         patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
             mm_hash=key,
@@ -568,6 +571,7 @@ class ConsumerMachine:
         if fetch.owed_credit < fetch.window // 4:
             return []
         credit = XferCredit(self._session, key, fetch.xfer_id, fetch.owed_credit)
+        fetch.credited += fetch.owed_credit
         fetch.owed_credit = 0
         return [SendToProducer(fetch.address, credit)]
 

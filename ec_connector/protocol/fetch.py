@@ -82,6 +82,8 @@ class Fetch:
     """Bytes of the item whose messages are here, in order; the next one begins there."""
     received: int = 0
     """Those of them that are in the pool; the others are still being unpacked."""
+    credited: int = 0
+    """Bytes of the item that the producer may have sent by now."""
     codec: str = ""
     owed_credit: int = 0
     asked_at: float = 0.0

@@ -14,14 +14,13 @@ from ec_connector.protocol.effects import SendToConsumer
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.messages import (
     XferAck,
-    XferChunk,
     XferReq,
     XferStatus,
     decode_to_consumer,
     encode,
 )
 from ec_connector.testing import Pair
-from ec_connector.testing.wiring import Frame
+from ec_connector.testing.wiring import PRODUCER, Frame
 
 pytest.importorskip("zstandard", reason="codec zstd; it is in the test extra")
 pytest.importorskip("lz4.block", reason="codec lz4; it is in the test extra")
@@ -410,7 +409,9 @@ def test_no_more_is_under_way_than_there_is_credit_for() -> None:
     pair.run()
     under_way = sum(job.chunk.nbytes for job in pair._unpacks)
     assert under_way == 2 * CHUNK
-    assert isinstance(pair._unpacks[0].chunk, XferChunk)
+    last = pair._unpacks[-1].chunk
+    more = msgspec.structs.replace(last, offset=last.offset + CHUNK)
+    assert pair.consumer.landing(PRODUCER, more) is None
     pair.hold_copies = False
     pair.run()
     assert pair.bytes_of(pair.ready("a")) == data(LARGE)
