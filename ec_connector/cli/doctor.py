@@ -21,6 +21,7 @@ import msgspec
 
 from ec_connector.agent.listen import exposure
 from ec_connector.cli.vllm_probe import MISSING_HOOKS_ADVICE, find_vllm
+from ec_connector.codecs.choice import NONE, lacking, usable_codecs
 from ec_connector.config import WILDCARD_HOSTS, Settings
 from ec_connector.curve import CLIENT, AllowedKeys, load_keys
 from ec_connector.errors import ConfigError, RegionError
@@ -69,6 +70,7 @@ def examine(settings: Settings) -> list[Finding]:
         ("pool size", _pool_size),
         ("address", _address),
         ("who may connect", _access),
+        ("codecs", _codecs),
     ]
     return [Finding(name, *check(settings)) for name, check in checks]
 
@@ -183,6 +185,21 @@ def _address(settings: Settings) -> tuple[str, str]:
     except OSError as error:
         return PROBLEM, f"cannot listen on {where}: {error}; change bind_host or port"
     return GOOD, f"can listen on {where}"
+
+
+def _codecs(settings: Settings) -> tuple[str, str]:
+    if settings.agent:
+        return NOTE, "the running agent has its own"
+    try:
+        usable = usable_codecs(settings.codecs)
+    except ConfigError as error:
+        return PROBLEM, str(error)
+    remedies = [f"without {name}: {remedy}" for name, remedy in lacking(settings.codecs).items()]
+    if remedies:
+        return NOTE, f"{', '.join(usable)}; {'; '.join(remedies)}"
+    if usable == (NONE,):
+        return GOOD, "rows travel as they are"
+    return GOOD, f"{', '.join(usable)}, with peers that have them too"
 
 
 def _access(settings: Settings) -> tuple[str, str]:

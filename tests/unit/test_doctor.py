@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,3 +150,17 @@ def test_beyond_this_host_without_keys(tmp_path: Path) -> None:
     assert bad.status == doctor.PROBLEM
     assert "curve_allow" in bad.text
     assert finding("who may connect", agent="ipc://@ec").status == doctor.NOTE
+
+
+def test_codecs_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left is used, and said; nothing left is a problem, with what to install."""
+    assert finding("codecs").status == doctor.GOOD
+    lossy = finding("codecs", codecs=["lossy-int8-rows", "none"])
+    assert (lossy.status, "lossy-int8-rows" in lossy.text) == (doctor.GOOD, True)
+    assert finding("codecs", agent="ipc://@ec").status == doctor.NOTE
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert finding("codecs", codecs=["zstd", "none"]) == doctor.Finding(
+        "codecs", doctor.NOTE, "none; without zstd: pip install 'ec-connector[zstandard]'"
+    )
+    bad = finding("codecs", codecs=["zstd"])
+    assert (bad.status, "ec-connector[zstandard]" in bad.text) == (doctor.PROBLEM, True)
