@@ -2,7 +2,8 @@
 """State machines as tables: what can happen in which state, and what comes of it.
 
 The tables stand with their machines: ``ENTRY`` (pool), ``GRANT`` (producer), ``FETCH``
-(consumer), ``LIFE`` (an engine's agent). ``docs/state-machines.md`` is drawn from them.
+(consumer), ``LIFE`` (an engine's agent), ``CIRCUIT`` (a server behind the
+router). ``docs/state-machines.md`` is drawn from them.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from ec_connector.agent.life import LIFE
 from ec_connector.pool.entry import ENTRY
 from ec_connector.protocol.fetch import FETCH
 from ec_connector.protocol.grant import GRANT
+from ec_connector.proxy.circuit import CIRCUIT
 from ec_connector.states import Table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "state-machines.md"
@@ -21,6 +22,7 @@ DRAWN: list[tuple[Table[Any], str, str]] = [
     (GRANT, "protocol/grant.py", "A consumer's request, at the producer's agent."),
     (FETCH, "protocol/fetch.py", "An item on its way, at the consumer's agent."),
     (LIFE, "agent/life.py", "An engine's agent, as its engine sees it."),
+    (CIRCUIT, "proxy/circuit.py", "A server behind the router."),
 ]
 
 

@@ -3,7 +3,9 @@
 
 ========================  ==========================================================
 ``/v1/chat/completions``  media goes to an encoder first; then all goes to a decoder
-``/v1/completions``       to a decoder; ``/v1/responses`` and ``/v1/messages`` too
+``/v1/responses``         the same, but the media stays with the request
+``/v1/messages``          the same
+``/v1/completions``       to a decoder
 ``/v1/models``            a decoder's answer
 ``/health``               200: the router lives
 ``/ready``                200 while a decoder is healthy; says which servers are
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,11 +28,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ec_connector.proxy.counters import Counters
+from ec_connector.proxy.decoding import Call, Decoders
+from ec_connector.proxy.encoding import Encoders
 from ec_connector.proxy.flow import Flow
+from ec_connector.proxy.headers import with_request_id
+from ec_connector.proxy.instances import Instances, Role
 from ec_connector.proxy.intake import until_disconnect
 from ec_connector.proxy.options import Options
-from ec_connector.proxy.replies import error_answer, send_answer
-from ec_connector.proxy.upstream import Upstream, UpstreamError
+from ec_connector.proxy.probes import probe
+from ec_connector.proxy.upstream import Upstream
 
 ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -46,7 +51,7 @@ def build_app(options: Options) -> Starlette:
             Route("/v1/models", _Models(router), methods=["GET"]),
             Route("/health", router.health),
             Route("/ready", router.ready),
-            Route("/instances", router.instances),
+            Route("/instances", router.described),
             Route("/metrics", router.metrics),
         ],
         lifespan=router.lifespan,
@@ -54,37 +59,48 @@ def build_app(options: Options) -> Starlette:
 
 
 class Router:
-    """State shared by all requests: servers in turn, the HTTP client, counters."""
+    """What all requests share."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.counters = Counters()
-        self.encoders = itertools.cycle(options.encode)
-        self.decoders = itertools.cycle(options.decode)
+        self.instances = Instances()
+        for role in Role:
+            for url, ranks in getattr(options, role):
+                self.instances.add(role, url, ranks)
         self.upstream: Upstream
+        self.encoders: Encoders
+        self.decoders: Decoders
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        self.upstream = Upstream(self.options)
+        options, instances, counters = self.options, self.instances, self.counters
+        self.upstream = Upstream(options)
+        self.encoders = Encoders(instances, self.upstream, counters, options.encode_timeout)
+        self.decoders = Decoders(instances, self.upstream, counters, options)
+        probing = asyncio.create_task(probe(instances, self.upstream, options.probe_interval))
         try:
             yield
         finally:
+            probing.cancel()
+            await asyncio.wait({probing})
             await self.upstream.close()
 
     async def health(self, _request: Request) -> Response:
         return Response()
 
     async def ready(self, _request: Request) -> Response:
-        servers = (*self.options.encode, *self.options.decode)
-        answers = await asyncio.gather(*map(self.upstream.healthy, servers))
-        healthy = dict(zip(servers, answers, strict=True))
-        ready = any(healthy[server] for server in self.options.decode)
+        known = self.instances.all()
+        answers = await asyncio.gather(*(self.upstream.healthy(one.url) for one in known))
+        roles = {one.role for one, healthy in zip(known, answers, strict=True) if healthy}
+        ready = Role.DECODE in roles and (
+            Role.PREFILL in roles or not self.instances.of(Role.PREFILL)
+        )
+        healthy = {one.url: answer for one, answer in zip(known, answers, strict=True)}
         return JSONResponse({"healthy": healthy}, status_code=200 if ready else 503)
 
-    async def instances(self, _request: Request) -> Response:
-        roles = {"encode": self.options.encode, "decode": self.options.decode}
-        known = [{"url": url, "role": role} for role, urls in roles.items() for url in urls]
-        return JSONResponse({"instances": known})
+    async def described(self, _request: Request) -> Response:
+        return JSONResponse({"instances": self.instances.described()})
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self.counters.text(), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -95,12 +111,6 @@ class _Models:
         self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(self._answer(scope, send), receive)
-
-    async def _answer(self, scope: Scope, send: Send) -> None:
-        url = f"{next(self._router.decoders)}/v1/models"
-        try:
-            await self._router.upstream.relay("GET", url, scope["headers"], None, send)
-        except UpstreamError as error:
-            answer = error.answer or error_answer(502, f"no answer from a decoding server: {error}")
-            await send_answer(send, answer)
+        headers, request_id = with_request_id(scope["headers"])
+        call = Call("/v1/models", headers, request_id, send)
+        await until_disconnect(self._router.decoders.fetch(call), receive)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-ENCODE_OUTCOMES = ("ok", "empty", "unreachable", "timeout", "status", "bad_reply")
-"""How an encoding can end. All but ``ok`` leave the media to the decoder."""
+ENCODE_OUTCOMES = (
+    "ok", "empty", "none", "unreachable", "broke_off", "timeout", "status", "bad_reply"
+)  # fmt: skip
+"""How an encoding can end. After all but ``ok`` another encoder or the decoder has to do it."""
 
 
 class Counters:
@@ -22,7 +24,7 @@ class Counters:
         )
         self.encodes = Counter(
             "ec_proxy_encodes",
-            "Requests sent to an encoder, by outcome; all but ok leave the media to the decoder",
+            "Requests sent to an encoder, by outcome; none: no encoder was there to ask",
             ["outcome"],
             registry=self._registry,
         )
@@ -47,6 +49,15 @@ class Counters:
             "Media items sent to a decoder as metadata only",
             registry=self._registry,
         )
+        self.retries = Counter(
+            "ec_proxy_decode_retries",
+            "Requests sent to a decoder once more: elsewhere (it was not reached), or with_media "
+            "(it answered with an error that an encoding may be the cause of)",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in ("elsewhere", "with_media"):
+            self.retries.labels(kind)
         self.disconnects = Counter(
             "ec_proxy_client_disconnects",
             "Requests cancelled because the client went away",

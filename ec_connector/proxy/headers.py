@@ -24,21 +24,28 @@ _HOP_BY_HOP = frozenset(
 # Of the request as the client sent it; each hop has its own. Answers have to be readable here.
 _OF_THE_REQUEST = frozenset({b"host", b"content-length", b"expect", b"accept-encoding"})
 # What the client asks of its own answer, and of the server that decodes.
-_OF_THE_CLIENT = frozenset({b"accept", b"content-type", b"range", b"x-data-parallel-rank"})
+_RANK = b"x-data-parallel-rank"
+_OF_THE_CLIENT = frozenset({b"accept", b"content-type", b"range", _RANK})
 
 
-def for_server(headers: RawHeaders) -> list[tuple[str, str]]:
-    """Of a client's headers, those for the server that answers it."""
-    return [*_forwardable(headers, _OF_THE_REQUEST), ("Accept-Encoding", "identity")]
+def for_server(headers: RawHeaders, rank: int | None = None) -> list[tuple[str, str]]:
+    """Of a client's headers, those for the server that answers it, and for this rank of it."""
+    dropped = _OF_THE_REQUEST if rank is None else _OF_THE_REQUEST | {_RANK}
+    return [*_forwardable(headers, dropped), ("Accept-Encoding", "identity"), *_addressed(rank)]
 
 
-def for_reading(headers: RawHeaders) -> list[tuple[str, str]]:
+def for_reading(headers: RawHeaders, rank: int | None = None) -> list[tuple[str, str]]:
     """Of a client's headers, those for a request whose answer the router reads itself."""
     return [
         *_forwardable(headers, _OF_THE_REQUEST | _OF_THE_CLIENT),
         ("Content-Type", "application/json"),
         ("Accept-Encoding", "identity"),
+        *_addressed(rank),
     ]
+
+
+def _addressed(rank: int | None) -> list[tuple[str, str]]:
+    return [] if rank is None else [("X-Data-Parallel-Rank", str(rank))]
 
 
 def for_answer(headers: RawHeaders, *, same_length: bool = False) -> list[tuple[bytes, bytes]]:

@@ -10,32 +10,44 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ec_connector.units import format_size, parse_duration, parse_size
+
+
+class Address(NamedTuple):
+    """A server's root URL, and how many data-parallel ranks it has that are addressed."""
+
+    url: str
+    ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Where the servers are and how long the router waits for them.
 
-    ``encode``, ``decode`` and ``prefill`` are root URLs. ``metadata_only`` sends the
-    decoder an item's placeholder metadata in place of the media, where the model
-    publishes any. ``port`` 0 takes a free one. Times in seconds: ``connect_timeout``
-    per connection, ``encode_timeout`` for the whole encoding (after it the decoder
-    gets the media), ``decode_timeout`` for the longest silence of a decoder.
-    ``max_body`` in bytes: a larger request is answered 413.
+    ``encode``, ``decode`` and ``prefill`` are servers, without ``prefill`` the decoders do
+    that too. ``metadata_only`` sends the decoder an item's placeholder metadata in place of
+    the media, where the model publishes any. ``port`` 0 takes a free one. Times in seconds:
+    ``connect_timeout`` per connection, ``encode_timeout`` for one encoder's answer,
+    ``prefill_timeout`` for a prefill server's, ``decode_timeout`` for the longest silence of
+    a decoder, ``total_timeout`` for a request as a whole, ``probe_interval`` between two
+    health checks of a server. ``max_body`` in bytes: a larger request is answered 413.
     """
 
-    encode: tuple[str, ...]
-    decode: tuple[str, ...]
+    encode: tuple[Address, ...]
+    decode: tuple[Address, ...]
+    prefill: tuple[Address, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    metadata_only: bool = False
+    metadata_only: bool = True
     connect_timeout: float = 2.0
     encode_timeout: float = 30.0
+    prefill_timeout: float = 120.0
     decode_timeout: float = 600.0
+    total_timeout: float = 3600.0
+    probe_interval: float = 5.0
     max_body: int = 64 * 1024 * 1024
 
 
@@ -70,19 +82,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="TOML or JSON file with these options, by name")
-    add("--encode", metavar="URL", nargs="+", action="extend", type=_root_url,
-        help="encoding servers (ec_producer), for example http://127.0.0.1:8101")  # fmt: skip
-    add("--decode", metavar="URL", nargs="+", action="extend", type=_root_url,
-        help="decoding servers (ec_consumer)")  # fmt: skip
+    for name, servers in {
+        "encode": "encoding servers (ec_producer), for example http://127.0.0.1:8101; one with "
+        "4 data-parallel ranks to be addressed is http://127.0.0.1:8101#ranks=4",
+        "decode": "decoding servers (ec_consumer)",
+        "prefill": "servers that prefill for the decoders (ec_consumer, with a KV connector)",
+    }.items():
+        add(f"--{name}", metavar="URL", nargs="+", action="extend", type=_address, help=servers)
     add("--host", help=f"address to listen on ({Options.host})")
     add("--port", type=_port, help=f"port, 0 for a free one ({Options.port})")
     add("--metadata-only", action=argparse.BooleanOptionalAction,
         help="send decoders placeholder metadata instead of media, where the model "
-             "publishes it; their media options must equal the encoders'")  # fmt: skip
+             "publishes it (default)")  # fmt: skip
     for name, meaning in {
         "connect_timeout": "to connect to a server",
-        "encode_timeout": "for an encoding, else the decoder gets the media",
+        "encode_timeout": "for an encoder's answer, else another or the decoder has to encode",
+        "prefill_timeout": "for a prefill server's answer",
         "decode_timeout": "that a decoder may be silent",
+        "total_timeout": "for a request as a whole",
+        "probe_interval": "between health checks of a server",
     }.items():
         add(_flag(name), metavar="TIME", type=_duration,
             help=f'time {meaning}: seconds or "500ms", "30s", "5m" '
@@ -123,13 +141,16 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _root_url(text: str) -> str:
+def _address(text: str) -> Address:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8101")
-    if parts.path.strip("/") or parts.query or parts.fragment:
+    if parts.path.strip("/") or parts.query:
         raise argparse.ArgumentTypeError(f"{text!r}: give the server's root, without a path")
-    return f"{parts.scheme}://{parts.netloc}"
+    name, _, ranks = parts.fragment.partition("=")
+    if parts.fragment and (name != "ranks" or not ranks.isdecimal() or not 1 <= int(ranks) <= 4096):
+        raise argparse.ArgumentTypeError(f"{text!r}: after # comes ranks=N, as in #ranks=4")
+    return Address(f"{parts.scheme}://{parts.netloc}", int(ranks or 1))
 
 
 def _port(text: str) -> int:

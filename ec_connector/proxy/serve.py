@@ -7,11 +7,12 @@ import contextlib
 import logging
 import signal
 import socket
+from collections.abc import Iterable
 
 import uvicorn
 
 from ec_connector.proxy.app import build_app
-from ec_connector.proxy.options import Options
+from ec_connector.proxy.options import Address, Options
 
 logger = logging.getLogger("vllm.ec_connector.proxy")
 
@@ -29,13 +30,17 @@ def serve(options: Options) -> int:
         shown = f"[{host}]" if ":" in host else host
         logger.info(
             "router on http://%s:%d, encode %s, decode %s",
-            shown, port, " ".join(options.encode), " ".join(options.decode),
+            shown, port, _urls(options.encode), _urls(options.decode),
         )  # fmt: skip
         # uvicorn raises the signal again after an orderly end: 0 then, not "killed".
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             server(options).run(sockets=[listener])
     return 0
+
+
+def _urls(addresses: Iterable[Address]) -> str:
+    return " ".join(address.url for address in addresses)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -16,6 +16,7 @@ from starlette.types import Send
 from ec_connector.proxy.clean import EventCleaner, clean_json
 from ec_connector.proxy.events import FirstEvent
 from ec_connector.proxy.headers import RawHeaders, for_answer, for_reading, for_server
+from ec_connector.proxy.instances import Instance, Target
 from ec_connector.proxy.options import Options
 from ec_connector.proxy.payload import Payload
 from ec_connector.proxy.replies import Answer, send_answer
@@ -32,8 +33,11 @@ class UpstreamError(Exception):
     """No answer that could be used.
 
     Attributes:
-        outcome: how it failed: ``unreachable``, ``timeout``, ``status`` or ``bad_reply``.
-        status: of the server's answer; 0 without one.
+        outcome: how it failed: ``unreachable`` (the server has not got the request),
+            ``broke_off``, ``timeout``, ``status``, ``bad_reply``, or ``none``: there is no server.
+        status: of the server's answer, or of the error in its stream; 0 without one.
+        where: the server.
+        sent: the status that the client has got already, with the beginning of the answer.
         answer: the server's own, where it has to be given to the client.
     """
 
@@ -44,6 +48,8 @@ class UpstreamError(Exception):
         self.outcome = outcome
         self.status = status
         self.answer = answer
+        self.where: Instance | None = None
+        self.sent = 0
 
 
 class Upstream:
@@ -73,12 +79,15 @@ class Upstream:
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def ask(self, url: str, headers: RawHeaders, body: Payload, limit: float) -> Any:
+    async def ask(
+        self, target: Target, path: str, headers: RawHeaders, body: Payload, limit: float
+    ) -> Any:
         """A server's answer in JSON, within ``limit`` seconds. Raises UpstreamError."""
+        url, own = f"{target.instance.url}{path}", for_reading(headers, target.rank)
         try:
             async with (
                 asyncio.timeout(limit),
-                self._open("POST", url, for_reading(headers), body, silence=None) as response,
+                self._open("POST", url, own, body, silence=None) as response,
             ):
                 raw = await _read(response, MAX_REPLY)
                 status = response.status
@@ -93,16 +102,22 @@ class Upstream:
             raise UpstreamError("bad_reply", f"{error}: {_excerpt(raw)}") from error
 
     async def relay(
-        self, method: str, url: str, headers: RawHeaders, body: Payload | None, send: Send
+        self,
+        target: Target,
+        path: str,
+        headers: RawHeaders,
+        body: Payload | None,
+        send: Send,
     ) -> int:
         """Pass a request on, and the answer back as it comes, without transfer parameters.
 
-        Returns the status that the client got. When the server fails within its answer, that
-        is left incomplete, so that the client's connection breaks too.
+        ``path`` with the query; without a ``body`` it is a GET. Returns the status that the
+        client got.
 
         Raises:
-            UpstreamError: before anything was sent to the client: there is no answer, or it is
-                an error (4xx, 5xx, or a stream that begins with one).
+            UpstreamError: there is no answer, or it is an error (4xx, 5xx, or a stream that
+                begins with one), and nothing was sent to the client; or the answer broke off,
+                ``sent`` says so, and the client's has to break off too.
         """
         sent = 0  # the status
 
@@ -111,14 +126,15 @@ class Upstream:
             sent = sent or message["status"]
             await send(message)
 
+        method = "GET" if body is None else "POST"
+        url, own = f"{target.instance.url}{path}", for_server(headers, target.rank)
         silence = self._options.decode_timeout
         try:
-            async with self._open(method, url, for_server(headers), body, silence) as response:
+            async with self._open(method, url, own, body, silence) as response:
                 await _pass_on(response, tell)
         except UpstreamError as error:
-            if not sent:
-                raise
-            logger.warning("answer of %s broke off: %s", url, error)
+            error.sent = sent
+            raise
         return sent
 
     @asynccontextmanager
@@ -147,10 +163,10 @@ class Upstream:
                 yield response
         except aiohttp.SocketTimeoutError as error:
             raise UpstreamError("timeout", f"silent for {silence:g} s") from error
-        except aiohttp.ServerTimeoutError as error:
+        except (aiohttp.ServerTimeoutError, aiohttp.ClientConnectorError) as error:
             raise UpstreamError("unreachable", str(error)) from error
         except aiohttp.ClientError as error:
-            raise UpstreamError("unreachable", f"{type(error).__name__}: {error}") from error
+            raise UpstreamError("broke_off", f"{type(error).__name__}: {error}") from error
 
 
 async def _pass_on(response: aiohttp.ClientResponse, send: Send) -> None:

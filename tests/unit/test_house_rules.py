@@ -23,7 +23,11 @@ DANGEROUS_CALLS = {("os", "system"), ("os", "popen"), ("torch", "load"), ("numpy
 # State machines get the time passed in, and do no I/O.
 IMPURE_MODULES = {"asyncio", "select", "selectors", "socket", "subprocess", "threading", "time"}
 PURE_FOLDERS = ("protocol",)
-PURE_FILES = ("pool/blocks.py", "pool/extents.py", "pool/pins.py", "pool/story.py")
+PURE_FILES = (
+    "pool/blocks.py", "pool/extents.py", "pool/pins.py", "pool/story.py",
+    "proxy/circuit.py", "proxy/clean.py", "proxy/events.py", "proxy/headers.py",
+    "proxy/instances.py", "proxy/media.py", "proxy/placement.py", "proxy/rewrite.py",
+)  # fmt: skip
 
 # vLLM moves; what follows its moves is kept in few places.
 VLLM_FILES = {

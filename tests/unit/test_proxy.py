@@ -6,12 +6,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
-import json
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,181 +24,26 @@ pytest.importorskip("prometheus_client", reason="the proxy extra is not installe
 from aiohttp import web  # noqa: E402
 
 from ec_connector.proxy import main, upstream  # noqa: E402
-from ec_connector.proxy.options import Options, parse_options  # noqa: E402
-from ec_connector.proxy.serve import listen, server  # noqa: E402
-
-PATIENCE = 10.0
-"""Seconds until a condition that never comes true fails its test."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class FakeServer:
-    """A fake OpenAI server: keeps the requests it gets and answers with ``answer``."""
-
-    def __init__(self, answer: Handler) -> None:
-        self.answer = answer
-        self.bodies: list[Any] = []
-        self.headers: list[Any] = []
-        self.peers: list[Any] = []
-        self.targets: list[str] = []
-        self.entered = asyncio.Event()
-        self.cancelled = asyncio.Event()
-
-    async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 30)
-        for path in ("chat/completions", "completions", "responses", "messages"):
-            app.router.add_post(f"/v1/{path}", self._handle)
-        app.router.add_get("/v1/models", self._handle)
-        app.router.add_get("/health", _healthy)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
-        await self._runner.setup()
-        listener = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        await web.SockSite(self._runner, listener).start()
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        self.bodies.append(json.loads(raw) if raw else None)
-        self.headers.append(request.headers)
-        self.targets.append(request.path_qs)
-        assert request.transport is not None
-        self.peers.append(request.transport.get_extra_info("peername"))
-        self.entered.set()
-        try:
-            return await self.answer(request)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-
-async def _healthy(_request: web.Request) -> web.Response:
-    return web.Response()
-
-
-async def never(_request: web.Request) -> web.Response:
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
-def announcing(params: object) -> Handler:
-    async def answer(_request: web.Request) -> web.Response:
-        return web.json_response({"choices": [], "ec_transfer_params": params})
-
-    return answer
-
-
-async def answering(_request: web.Request) -> web.Response:
-    return web.json_response({"choices": [{"message": {"content": "a cat"}}]})
-
-
-class Net:
-    """Fake encoders and decoders, the router before them, and a client."""
-
-    def __init__(self, encoders: list[FakeServer], decoders: list[FakeServer]) -> None:
-        self.encoders = encoders
-        self.decoders = decoders
-        self.url = ""
-        self.client: aiohttp.ClientSession
-
-    @property
-    def encoder(self) -> FakeServer:
-        return self.encoders[0]
-
-    @property
-    def decoder(self) -> FakeServer:
-        return self.decoders[0]
-
-    def chat(self, body: object, **options: Any) -> Any:
-        return self.client.post(f"{self.url}/v1/chat/completions", json=body, **options)
-
-    async def metric(self, line: str) -> float:
-        async with self.client.get(f"{self.url}/metrics") as response:
-            for row in (await response.text()).splitlines():
-                name, _, value = row.rpartition(" ")
-                if name == line:
-                    return float(value)
-        raise AssertionError(f"no metric {line}")
-
-    async def metric_becomes(self, line: str, value: float) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while await self.metric(line) != value:
-                await asyncio.sleep(0.005)
-
-
-@contextlib.asynccontextmanager
-async def network(
-    encoders: list[Handler], decoders: list[Handler], *, name: str = "127.0.0.1", **options: Any
-) -> AsyncIterator[Net]:
-    net = Net(
-        [FakeServer(answer) for answer in encoders], [FakeServer(answer) for answer in decoders]
-    )
-    for fake in (*net.encoders, *net.decoders):
-        await fake.start()
-    chosen = Options(
-        **{
-            "encode": tuple(fake.url for fake in net.encoders),
-            "decode": tuple(fake.url.replace("127.0.0.1", name) for fake in net.decoders),
-            **options,
-        }
-    )
-    listener = listen("127.0.0.1", 0)
-    router = server(chosen)
-    # uvicorn's own `serve` looks for the end ten times a second, which adds up over tests.
-    router.config.load()
-    router.lifespan = router.config.lifespan_class(router.config)
-    await router.startup(sockets=[listener])
-    net.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
-        async with aiohttp.ClientSession(auto_decompress=False) as net.client:
-            yield net
-    finally:
-        for listening in router.servers:
-            listening.close()
-        await router.lifespan.shutdown()
-        await asyncio.gather(*(fake.stop() for fake in (*net.encoders, *net.decoders)))
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * PATIENCE):
-            await test()
-
-    asyncio.run(bounded())
-
-
-def image(name: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}
-
-
-def entry(*indices: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "item_indices": list(indices),
-        "metadata": {"image_grid_thw": [1, 4, 4]},
-        "modality": "image",
-        "peer_host": "127.0.0.1",
-        "peer_port": 14579,
-        "size_bytes": 64,
-        "shape": [4, 8],
-        **changes,
-    }
-
-
-def request(*content: Any, **options: Any) -> dict[str, Any]:
-    parts = [*content, {"type": "text", "text": "what is it?"}]
-    return {"model": "m", "messages": [{"role": "user", "content": parts}], **options}
-
-
-def closed_port() -> str:
-    with listen("127.0.0.1", 0) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+from ec_connector.proxy.media import identified  # noqa: E402
+from ec_connector.proxy.options import Address, Options, parse_options  # noqa: E402
+from ec_connector.proxy.serve import listen  # noqa: E402
+from tests.router.net import (  # noqa: E402
+    PATIENCE,
+    Handler,
+    announcing,
+    answering,
+    closed_port,
+    entry,
+    image,
+    network,
+    never,
+    request,
+    run,
+)  # fmt: skip
 
 
 def test_media_goes_to_the_encoder_and_its_announcement_to_the_decoder() -> None:
-    """Encoder: whole prompt, one token, no stream; decoder: the request plus the announcement."""
+    """Encoder: the media, one token, no stream; decoder: the request plus the announcement."""
     params = {"hash-a": entry(0)}
     body = request(
         image("a"),
@@ -211,9 +55,11 @@ def test_media_goes_to_the_encoder_and_its_announcement_to_the_decoder() -> None
         mm_processor_kwargs={"max_pixels": 784},
         chat_template_kwargs={"x": 1},
     )
+    named = identified(body)
+    content = named["messages"][0]["content"]
 
     async def test() -> None:
-        async with network([announcing(params)], [answering]) as net:
+        async with network([announcing(params)], [answering], metadata_only=False) as net:
             async with net.chat(body) as response:
                 assert response.status == 200
                 answer = await response.json()
@@ -221,14 +67,14 @@ def test_media_goes_to_the_encoder_and_its_announcement_to_the_decoder() -> None
             assert net.encoder.bodies == [
                 {
                     "model": "m",
-                    "messages": body["messages"],
+                    "messages": [{"role": "user", "content": content[:1]}],
                     "stream": False,
                     "max_tokens": 1,
                     "mm_processor_kwargs": {"max_pixels": 784},
                     "chat_template_kwargs": {"x": 1},
                 }
             ]
-            assert net.decoder.bodies == [{**body, "ec_transfer_params": params}]
+            assert net.decoder.bodies == [{**named, "ec_transfer_params": params}]
             assert await net.metric('ec_proxy_encodes_total{outcome="ok"}') == 1
             assert await net.metric("ec_proxy_items_announced_total") == 1
             await net.metric_becomes('ec_proxy_requests_total{kind="media",status="200"}', 1)
@@ -346,7 +192,7 @@ def test_without_an_encoding_the_decoder_gets_the_media(
     body = request(image("a"), ec_transfer_params={"h": entry(0, peer_host="10.6.6.6")})
     options: dict[str, Any] = {"metadata_only": True}
     if answer is None:
-        options["encode"] = (closed_port(),)
+        options["encode"] = (Address(closed_port()),)
     if outcome == "timeout":
         options["encode_timeout"] = 0.05
 
@@ -382,15 +228,12 @@ def test_two_images_keep_their_order() -> None:
     params = {"hash-b": entry(1), "hash-a": entry(0)}
 
     async def test() -> None:
-        async with network([announcing(params)], [answering]) as net:
+        async with network([announcing(params)], [answering], metadata_only=False) as net:
             async with net.chat(request(image("a"), image("b"))) as response:
                 assert response.status == 200
-            urls = [
-                part["image_url"]["url"][-1]
-                for part in net.encoder.bodies[0]["messages"][0]["content"][:2]
-            ]
-            assert urls == ["a", "b"]
-            assert net.decoder.bodies[0]["messages"] == net.encoder.bodies[0]["messages"]
+            named = identified(request(image("a"), image("b")))["messages"]
+            assert net.decoder.bodies[0]["messages"] == named
+            assert net.encoder.bodies[0]["messages"][0]["content"] == named[0]["content"][:2]
             assert net.decoder.bodies[0]["ec_transfer_params"] == params
             assert await net.metric("ec_proxy_items_announced_total") == 2
 
@@ -399,18 +242,23 @@ def test_two_images_keep_their_order() -> None:
 
 def test_metadata_only_replaces_the_media_for_the_decoder() -> None:
     """Two images, one of them twice: three parts with the identifiers in prompt order."""
-    params = {"hash-b": entry(1), "hash-a": entry(0, 2)}
+    uuids = {
+        name: identified(request(image(name)))["messages"][0]["content"][0]["uuid"]
+        for name in ("a", "b")
+    }
+    params = {uuids["b"]: entry(1), uuids["a"]: entry(0)}  # it is shown each of them once
+    sent = {uuids["b"]: entry(1), uuids["a"]: entry(0, 2)}
 
-    def part(key: str) -> dict[str, Any]:
+    def part(name: str) -> dict[str, Any]:
         grid = {"image_grid_thw": [1, 4, 4]}
-        return {"type": "image_embeds", "image_embeds": grid, "uuid": key}
+        return {"type": "image_embeds", "image_embeds": grid, "uuid": uuids[name]}
 
     async def test() -> None:
         async with network([announcing(params)], [answering], metadata_only=True) as net:
             async with net.chat(request(image("a"), image("b"), image("a"))) as response:
                 assert response.status == 200
             assert net.decoder.bodies == [
-                request(part("hash-a"), part("hash-b"), part("hash-a"), ec_transfer_params=params)
+                request(part("a"), part("b"), part("a"), ec_transfer_params=sent)
             ]
             assert await net.metric("ec_proxy_items_replaced_total") == 3
 
@@ -426,7 +274,7 @@ def test_metadata_only_keeps_media_of_an_item_that_was_not_announced() -> None:
             body = request(image("a"), image("b"))
             async with net.chat(body) as response:
                 assert response.status == 200
-            assert net.decoder.bodies == [{**body, "ec_transfer_params": params}]
+            assert net.decoder.bodies == [{**identified(body), "ec_transfer_params": params}]
             assert await net.metric("ec_proxy_items_announced_total") == 1
             assert await net.metric("ec_proxy_items_replaced_total") == 0
 
@@ -477,7 +325,7 @@ def test_decoder_that_cannot_be_reached_is_a_502() -> None:
     """The client gets an OpenAI error body, not a broken connection."""
 
     async def test() -> None:
-        async with network([never], [never], decode=(closed_port(),)) as net:
+        async with network([never], [never], decode=(Address(closed_port()),)) as net:
             async with net.chat(request()) as response:
                 assert response.status == 502
                 error = (await response.json())["error"]
@@ -565,17 +413,18 @@ def test_compressed_answer_is_not_touched() -> None:
 
 
 def test_servers_take_turns_on_connections_of_their_own() -> None:
-    """Round robin on both sides; no idle connection is used again."""
+    """Different pictures go both ways in the end; no idle connection is used again."""
     announce = announcing({"h": entry(0)})
 
     async def test() -> None:
         async with network([announce, announce], [answering, answering]) as net:
-            for _ in range(4):
-                async with net.chat(request(image("a"))) as response:
+            for number in range(32):
+                async with net.chat(request(image(f"picture{number}"))) as response:
                     assert response.status == 200
+            assert [len(fake.bodies) for fake in net.decoders] == [16, 16]
+            assert all(fake.bodies for fake in net.encoders)
             for fake in (*net.encoders, *net.decoders):
-                assert len(fake.bodies) == 2
-                assert len(set(fake.peers)) == 2
+                assert len(set(fake.peers)) == len(fake.peers)
 
     run(test)
 
@@ -621,21 +470,21 @@ def test_health_and_models() -> None:
 
     async def test() -> None:
         down = closed_port()
-        async with network([never], [models], encode=(down,)) as net:
+        async with network([never], [models], encode=(Address(down),)) as net:
             async with net.client.get(f"{net.url}/ready") as response:
                 assert response.status == 200
                 assert await response.json() == {"healthy": {down: False, net.decoder.url: True}}
             async with net.client.get(f"{net.url}/v1/models") as response:
                 assert await response.json() == {"data": [{"id": "m"}]}
             async with net.client.get(f"{net.url}/instances") as response:
-                assert await response.json() == {
-                    "instances": [
-                        {"url": down, "role": "encode"},
-                        {"url": net.decoder.url, "role": "decode"},
-                    ]
-                }
+                described = (await response.json())["instances"]
+            assert [(one["role"], one["url"]) for one in described] == [
+                ("encode", down),
+                ("decode", net.decoder.url),
+            ]
+            assert {one["state"] for one in described} == {"serving"}
         async with (
-            network([never], [models], decode=(down,)) as net,
+            network([never], [models], decode=(Address(down),)) as net,
             net.client.get(f"{net.url}/ready") as response,
         ):
             assert response.status == 503
@@ -686,13 +535,13 @@ def test_options_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     """TOML and JSON, names with either dash; the command line stands above it."""
     toml = tmp_path / "router.toml"
     toml.write_text(
-        'encode = ["http://a:1", "http://b:2"]\ndecode = "http://c:3"\nport = 8080\n'
+        'encode = ["http://a:1", "http://b:2#ranks=4"]\ndecode = "http://c:3"\nport = 8080\n'
         'encode-timeout = "500ms"\nmax_body = "1MiB"\nmetadata_only = true\n'
     )
     options = parse_options(["--config", str(toml), "--decode", "http://d", "--port", "0"])
     assert options == Options(
-        encode=("http://a:1", "http://b:2"),
-        decode=("http://d",),
+        encode=(Address("http://a:1"), Address("http://b:2", ranks=4)),
+        decode=(Address("http://d"),),
         port=0,
         metadata_only=True,
         encode_timeout=0.5,
@@ -720,8 +569,8 @@ def test_options_of_the_command_line() -> None:
     others = ["--decode", "http://[::1]:3", "--port", "0", "--metadata-only", "--max-body", "2MiB"]
     options = parse_options([*encode, *others])
     assert options == Options(
-        encode=("http://a:1", "http://b:2", "https://c"),
-        decode=("http://[::1]:3",),
+        encode=(Address("http://a:1"), Address("http://b:2"), Address("https://c")),
+        decode=(Address("http://[::1]:3"),),
         port=0,
         metadata_only=True,
         max_body=2 * 1024 * 1024,
@@ -736,6 +585,8 @@ def test_options_of_the_command_line() -> None:
         ["--max-body", "0"],
         ["--decode", "http://b/v1"],
         ["--decode", "b:80"],
+        ["--decode", "http://b#rank=4"],
+        ["--decode", "http://b#ranks=0"],
         ["--nope"],
     ],
 )

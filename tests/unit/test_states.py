@@ -14,10 +14,13 @@ from ec_connector.errors import InternalError
 from ec_connector.pool.entry import ENTRY
 from ec_connector.protocol.fetch import FETCH
 from ec_connector.protocol.grant import GRANT
+from ec_connector.proxy.circuit import CIRCUIT
 from ec_connector.states import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = pytest.mark.parametrize("table", [ENTRY, GRANT, FETCH, LIFE], ids=lambda table: table.name)
+TABLES = pytest.mark.parametrize(
+    "table", [ENTRY, GRANT, FETCH, LIFE, CIRCUIT], ids=lambda table: table.name
+)
 
 
 @TABLES
