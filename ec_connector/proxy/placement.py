@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 SHARE = 1.25
+FREE = 4
+"""Items that any server may have: encoders take several at once."""
 
 
 class Loaded(Protocol):
@@ -32,7 +34,8 @@ T = TypeVar("T", bound=Loaded)
 
 def by_key(key: str, targets: Sequence[T]) -> T:
     """The one for this key; ``targets`` must not be empty."""
-    most = math.ceil(SHARE * (sum(target.load for target in targets) + 1) / len(targets))
+    total = sum(target.load for target in targets) + 1
+    most = max(FREE, math.ceil(SHARE * total / len(targets)))
     ordered = sorted(targets, key=lambda target: _score(key, target.name), reverse=True)
     # One of them has no more than the mean, and so less than `most`.
     return next(target for target in ordered if target.load < most)
