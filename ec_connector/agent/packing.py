@@ -15,18 +15,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.transmit import span_views
 from ec_connector.codecs.choice import EXACT, LOSS, lacking, loss_of, usable_codecs
-from ec_connector.codecs.work import Packed, pack, unpack
 from ec_connector.errors import CodecError, ConfigError, InternalError
 from ec_connector.pool.region import Region
 from ec_connector.protocol.effects import SendToConsumer, Unpack
 from ec_connector.protocol.fingerprint import Identity, usable_factors
+
+if TYPE_CHECKING:
+    # An agent that packs nothing does without numpy: 10 MB, and a tenth of a second.
+    from ec_connector.codecs.work import Bytes, Packed
 
 logger = logging.getLogger("vllm.ec_connector.agent")
 
@@ -152,6 +153,8 @@ class Packer:
         entry, views = span.entry, span_views(self._region, span)
 
         def job() -> Packed | None:
+            from ec_connector.codecs.work import pack
+
             run = views[0] if len(views) == 1 else b"".join(views)
             return pack(effect.codec, run, entry.dtype, entry.shape)
 
@@ -163,13 +166,15 @@ class Unpacker:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._jobs: deque[tuple[Unpack, Future[np.ndarray[Any, np.dtype[np.uint8]]]]] = deque()
+        self._jobs: deque[tuple[Unpack, Future[Bytes]]] = deque()
 
     def start(self, effect: Unpack) -> None:
         """Unpack a chunk; :meth:`next` hands it out."""
         chunk, data = effect.chunk, effect.data
 
-        def job() -> np.ndarray[Any, np.dtype[np.uint8]]:
+        def job() -> Bytes:
+            from ec_connector.codecs.work import unpack
+
             return unpack(
                 chunk.codec, data, chunk.checksum, chunk.nbytes, effect.dtype, effect.shape
             )

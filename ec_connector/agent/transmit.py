@@ -8,17 +8,19 @@ end only then, however early the consumer or the clock ends the grant.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
-from ec_connector.codecs.work import Packed
 from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.effects import EndGrant, SendToConsumer, Span
 from ec_connector.protocol.messages import XferChunk, encode
+
+if TYPE_CHECKING:
+    from ec_connector.codecs.work import Packed
 
 
 def span_views(region: Region, span: Span) -> list[memoryview]:

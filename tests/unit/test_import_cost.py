@@ -51,6 +51,11 @@ def test_no_tensor_library(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"torch", "vllm"}
 
 
+def test_an_agent_does_without_numpy() -> None:
+    """Until something is packed; it is most of what an agent would hold."""
+    assert loaded_by("import ec_connector.agent.__main__") == {"zmq"}
+
+
 def test_registering_without_vllm_loads_nothing() -> None:
     """Where vLLM is absent the entry point tries, says so, and leaves nothing behind."""
     statement = "sys.modules['vllm'] = None\nfrom ec_connector.plugin import register\nregister()"

@@ -22,6 +22,7 @@ from ec_connector.agent.packing import (
     with_loss,
 )
 from ec_connector.agent.reactor import Reactor
+from ec_connector.codecs import work
 from ec_connector.codecs.choice import LOSS, LOSSY, NONE, ZSTD
 from ec_connector.codecs.work import Packed, pack
 from ec_connector.errors import ConfigError, InternalError
@@ -83,7 +84,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert event.wait(PATIENCE)
         return pack(*args)
 
-    monkeypatch.setattr(module, "pack", slow)
+    monkeypatch.setattr(work, "pack", slow)
     yield event
     event.set()
 
@@ -95,7 +96,7 @@ def test_in_order(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01 * (run[0] % 3))
         return pack(codec, run, dtype, shape)
 
-    monkeypatch.setattr(module, "pack", uneven)
+    monkeypatch.setattr(work, "pack", uneven)
     for number in range(16):
         desk.region.buffer[number * BLOCK] = 16 - number
         desk.packer.start(desk.chunk(number))
@@ -150,7 +151,7 @@ def test_a_library_that_fails(
     def broken(*_: Any) -> Packed | None:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(module, "pack", broken)
+    monkeypatch.setattr(work, "pack", broken)
     with caplog.at_level(logging.ERROR, "vllm.ec_connector.agent"):
         desk.packer.start(desk.chunk(3))
         effect, packed = desk.get(desk.packer.next)
@@ -193,7 +194,7 @@ def test_unpacking_that_goes_wrong_in_another_way(
     def broken(*_: Any) -> np.ndarray[Any, Any]:
         raise MemoryError("none left")
 
-    monkeypatch.setattr(module, "unpack", broken)
+    monkeypatch.setattr(work, "unpack", broken)
     desk.unpacker.start(unpacking(b"x", 0, 10))
     assert desk.get(desk.unpacker.next)[1] == "MemoryError('none left')"
 
@@ -206,7 +207,7 @@ def test_unpacking_that_nobody_waits_for(desk: Desk, monkeypatch: pytest.MonkeyP
         assert event.wait(PATIENCE)
         return np.zeros(10, np.uint8)
 
-    monkeypatch.setattr(module, "unpack", slow)
+    monkeypatch.setattr(work, "unpack", slow)
     for xfer_id in (1, 1, 1, 1, 2):
         desk.unpacker.start(unpacking(b"x", 0, 10, xfer_id))
     desk.unpacker.stop(1)
