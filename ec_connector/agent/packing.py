@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -37,7 +37,8 @@ THREADS: Final = 2
 MOST_STARTED: Final = 2 * THREADS
 """Runs packed ahead of the loop; the others wait without memory of their own."""
 LEAVING_BYTES: Final = 64 * 1024 * 1024
-"""Packed bytes in ZMQ's hands, over all peers; beyond it nothing more is packed."""
+"""Packed bytes in ZMQ's hands, over all peers. Beyond it nothing more is packed for a peer that
+has some of them, so those on slow links cannot hold up the others."""
 
 
 class Workers:
@@ -83,10 +84,12 @@ class Packer:
     Args:
         region: the pool's memory.
         workers: who does it.
-        leaving: packed bytes that were handed out and have not left the process.
+        leaving: packed bytes that were handed out and have not left the process, by peer.
     """
 
-    def __init__(self, region: Region, workers: Workers, leaving: Callable[[], int]) -> None:
+    def __init__(
+        self, region: Region, workers: Workers, leaving: Callable[[], Mapping[bytes, int]]
+    ) -> None:
         self._region = region
         self._workers = workers
         self._leaving = leaving
@@ -141,10 +144,17 @@ class Packer:
 
     def _begin(self) -> None:
         while self._waiting and len(self._started) < MOST_STARTED:
-            if self._leaving() > LEAVING_BYTES:
+            effect = self._startable()
+            if effect is None:
                 return
-            effect = self._waiting.popleft()
+            self._waiting.remove(effect)
             self._started.append(_Packing(effect, self._workers.start(self._job(effect))))
+
+    def _startable(self) -> SendToConsumer | None:
+        leaving = self._leaving()
+        if sum(leaving.values()) <= LEAVING_BYTES:
+            return self._waiting[0]
+        return next((e for e in self._waiting if not leaving.get(e.peer)), None)
 
     def _job(self, effect: SendToConsumer) -> Callable[[], Packed | None]:
         span = effect.payload

@@ -7,6 +7,7 @@ end only then, however early the consumer or the clock ends the grant.
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ class Transmitter:
         self._under_way: dict[str, list[zmq.MessageTracker]] = {}
         self._ending: dict[str, Entry] = {}
         self._reading: dict[str, list[Future[Any]]] = {}
-        self._packed: list[tuple[zmq.MessageTracker, int]] = []
+        self._packed: list[tuple[bytes, zmq.MessageTracker, int]] = []
         self.bytes_sent = 0
         self.bytes_saved = 0
         # The first of its kind in a process starts a thread of pyzmq's, which takes a millisecond:
@@ -92,13 +93,16 @@ class Transmitter:
         self.bytes_sent += nbytes
         self.bytes_saved += chunk.nbytes - nbytes
         if tracker is not None and not tracker.done:
-            self._packed.append((tracker, nbytes))
+            self._packed.append((effect.peer, tracker, nbytes))
         return True
 
-    def packed_leaving(self) -> int:
-        """Packed bytes that were sent and are still in this process."""
-        self._packed = [(tracker, nbytes) for tracker, nbytes in self._packed if not tracker.done]
-        return sum(nbytes for _, nbytes in self._packed)
+    def packed_leaving(self) -> Counter[bytes]:
+        """Packed bytes that were sent and are still in this process, by peer."""
+        self._packed = [one for one in self._packed if not one[1].done]
+        leaving: Counter[bytes] = Counter()
+        for peer, _, nbytes in self._packed:
+            leaving[peer] += nbytes
+        return leaving
 
     def end(self, effect: EndGrant, reading: list[Future[Any]], now: float) -> None:
         """Unpin when the grant's frames have left, and ``reading`` is done with its bytes."""

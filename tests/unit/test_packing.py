@@ -48,14 +48,14 @@ class Desk:
         pool = BlockPool(16, BLOCK)
         shape = (16, BLOCK)
         self.entry = pool.reserve("a", 16 * BLOCK, "uint8", shape, owner=b"", step=0, now=0.0)
-        self.leaving = 0
+        self.leaving: dict[bytes, int] = {}
         self.packer = Packer(self.region, self.workers, lambda: self.leaving)
         self.unpacker = Unpacker(self.workers)
 
-    def chunk(self, number: int, grant: str = "one") -> SendToConsumer:
+    def chunk(self, number: int, grant: str = "one", peer: bytes = b"peer") -> SendToConsumer:
         """A block of the item, to be packed."""
         span = Span(self.entry, number * BLOCK, BLOCK)
-        return SendToConsumer(b"peer", XferChunk("s", 1, number * BLOCK, BLOCK), span, grant, ZSTD)
+        return SendToConsumer(peer, XferChunk("s", 1, number * BLOCK, BLOCK), span, grant, ZSTD)
 
     def get(self, next_: Callable[[], Any]) -> Any:
         """The next one that threads have done, waited for as the loop does."""
@@ -120,13 +120,27 @@ def test_few_are_started_ahead(desk: Desk, gate: threading.Event) -> None:
 
 def test_nothing_is_packed_for_a_link_that_takes_nothing(desk: Desk) -> None:
     """Until packed bytes have left, of which the loop must look by itself."""
-    desk.leaving = module.LEAVING_BYTES + 1
+    desk.leaving = {b"peer": module.LEAVING_BYTES + 1}
     desk.packer.start(desk.chunk(0))
     assert desk.packer.next() is None
     assert desk.packer.held_up()
-    desk.leaving = 0
+    desk.leaving = {}
     assert desk.get(desk.packer.next)[1] is not None
     assert not desk.packer.held_up()
+
+
+def test_a_slow_link_holds_up_nobody_else(desk: Desk) -> None:
+    """Who has nothing on its way gets its turn, in its own order."""
+    desk.leaving = {b"slow": module.LEAVING_BYTES + 1}
+    for number in range(3):
+        desk.packer.start(desk.chunk(number, "its", b"slow"))
+        desk.packer.start(desk.chunk(number + 4, "other", b"quick"))
+    offsets = [desk.get(desk.packer.next)[0].message.offset for _ in range(3)]
+    assert offsets == [4 * BLOCK, 5 * BLOCK, 6 * BLOCK]
+    assert desk.packer.next() is None
+    desk.leaving = {}
+    offsets = [desk.get(desk.packer.next)[0].message.offset for _ in range(3)]
+    assert offsets == [0, BLOCK, 2 * BLOCK]
 
 
 def test_what_is_dropped_is_not_handed_out(desk: Desk, gate: threading.Event) -> None:
