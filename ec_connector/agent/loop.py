@@ -128,6 +128,7 @@ class Agent:
             self.pool,
             self._identity,
             self.region.ref,
+            secret=self.region.secret,
             planes=planes,
             lease=settings.lease,
             max_parked=settings.max_parked,

@@ -2,13 +2,15 @@
 """The same-host plane: read a peer's pool through mapped memory.
 
 A producer's answer says where its region might be; whether this process may map
-it is found out by trying. A producer pins what is being read, but a pin is only
+it is found out by trying, and whether the producer may show it by a proof that only
+who maps it can make. A producer pins what is being read, but a pin is only
 a lease: the entry's generation is checked after the copy, so bytes that were
 overwritten underneath are thrown away and the item is fetched over ZMQ.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 from collections import deque
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from ec_connector.errors import RegionError
 from ec_connector.pool.region import Region
 from ec_connector.protocol.effects import Address, CopyFromPeer
+from ec_connector.protocol.shown import proof_of
 
 logger = logging.getLogger("vllm.ec_connector.agent")
 
@@ -64,6 +67,9 @@ class SameHostPlane:
             if sum(count for _, count in effect.extents) * region.block_bytes < target.nbytes:
                 raise RegionError("its extents are smaller than the item")
             source = region.views(effect.extents, target.nbytes)
+            shown = (effect.generation, target.nbytes, effect.extents)
+            if not hmac.compare_digest(effect.proof, proof_of(region.secret, *shown)):
+                raise RegionError("it does not prove that its owner shows this memory")
         except RegionError as error:
             if effect.address not in self._said:
                 self._said.add(effect.address)

@@ -5,7 +5,8 @@ Layout, numbers little-endian::
 
     0       magic "ECPOOL" and layout version (u16)     8 bytes
     8       data offset, block size, number of blocks   3 x u64
-    32      token                                       16 bytes
+    32      token: tells peers which region it is       16 bytes
+    48      secret: for who maps it alone               32 bytes
     page 1  generation of each block                    u64 each
     ...     data, from the next page on: block 0, block 1, ...
 
@@ -30,10 +31,12 @@ from ec_connector.errors import RegionError
 from ec_connector.pool.memory import show_bytes
 from ec_connector.pool.pages import allocate, populate
 from ec_connector.protocol.messages import RegionRef
+from ec_connector.protocol.shown import SECRET_BYTES
 
 _PAGE = mmap.PAGESIZE
-_MAGIC = b"ECPOOL\x01\x00"
-_HEADER = struct.Struct("<8s3Q16s")
+_MAGIC = b"ECPOOL\x02\x00"
+_HEADER = struct.Struct(f"<8s3Q16s{SECRET_BYTES}s")
+_SECRET_OFFSET = _HEADER.size - SECRET_BYTES
 _TABLE_OFFSET = _PAGE
 _BLOCK_ALIGNMENT = 8  # rows of any dtype start aligned
 
@@ -43,7 +46,7 @@ class Region:
 
     ``ref`` is what another process needs to open it; ``ref.nbytes`` counts the
     blocks alone, without header and table. ``buffer`` is all blocks as one flat
-    uint8 view that starts on a page.
+    uint8 view that starts on a page. ``secret`` proves what is shown of it (protocol/shown.py).
     """
 
     def __init__(self, ref: RegionRef, mapping: mmap.mmap, *, writable: bool, fd: int) -> None:
@@ -55,6 +58,7 @@ class Region:
         self._fd = fd
         self._mapping: mmap.mmap | None = mapping
         whole = memoryview(mapping)
+        self.secret = bytes(whole[_SECRET_OFFSET : _HEADER.size])
         data = _data_offset(self.num_blocks)
         self._generations = whole[_TABLE_OFFSET : _TABLE_OFFSET + 8 * self.num_blocks].cast("Q")
         self._data = whole[data : data + ref.nbytes]
@@ -81,7 +85,9 @@ class Region:
         fd = allocate(size)
         try:
             token = secrets.token_bytes(16)
-            os.pwrite(fd, _HEADER.pack(_MAGIC, data, block_bytes, num_blocks, token), 0)
+            secret = secrets.token_bytes(SECRET_BYTES)
+            header = _HEADER.pack(_MAGIC, data, block_bytes, num_blocks, token, secret)
+            os.pwrite(fd, header, 0)
             mapping = mmap.mmap(fd, size)
             populate(mapping, writable=True)
         except OSError as error:
@@ -269,7 +275,7 @@ def _check_header(header: bytes, ref: RegionRef, where: str) -> None:
     num_blocks = ref.nbytes // ref.block_bytes
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise RegionError(f"{where} holds no region of this layout version")
-    _, data, block_bytes, blocks, token = _HEADER.unpack(header)
+    _, data, block_bytes, blocks, token, _ = _HEADER.unpack(header)
     # The token first: only who has it learns more about the region.
     if not hmac.compare_digest(token.hex().encode(), ref.token.encode()):
         raise RegionError(f"{where} is another region: its token differs")

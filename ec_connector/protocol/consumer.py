@@ -300,9 +300,14 @@ class ConsumerMachine:
                 return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
             # A state of its own: bytes from elsewhere must not end a fetch whose copy goes on.
             fetch.move("memory shown")
-            extents = tuple(ack.extents)
             copy = CopyFromPeer(
-                address, fetch.xfer_id, ack.region, extents, ack.generation, fetch.entry
+                address=address,
+                xfer_id=fetch.xfer_id,
+                region=ack.region,
+                extents=tuple(ack.extents),
+                generation=ack.generation,
+                proof=ack.proof,
+                target=fetch.entry,
             )
             return [copy]
         if not ack.codec and self._codecs[0] != NONE:

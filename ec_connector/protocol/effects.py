@@ -91,7 +91,8 @@ class SendToProducer:
 
 @dataclass(frozen=True, slots=True)
 class CopyFromPeer:
-    """Same-host plane: copy the peer's blocks into ours, then check the generation.
+    """Same-host plane: copy the peer's blocks into ours, if the proof is right, then check the
+    generation.
 
     Answered by ``copied``.
     """
@@ -101,6 +102,7 @@ class CopyFromPeer:
     region: RegionRef
     extents: tuple[tuple[int, int], ...]
     generation: int
+    proof: bytes
     target: Entry
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ec_connector.errors import WireError
+from ec_connector.protocol.shown import PROOF_BYTES
 from ec_connector.protocol.tickets import MAX_TICKET_CHARS
 
 EC_CONNECTOR_VERSION: int = 1
@@ -131,9 +132,9 @@ class XferAck(msgspec.Struct, tag="ack", omit_defaults=True, gc=False):
     ``message`` says why, ``factor`` names the differing factor
     (NACK_INCOMPAT) and ``traceback`` is the producer's (NACK_INTERNAL).
     ``plane`` is how the bytes travel: ``"zmq"`` (this message's payload frame,
-    or chunks) or ``"memory"`` (read ``extents`` of ``region``; check
-    ``generation`` after the copy). ``codec`` is the one of the request's that the
-    chunks may use; with it no payload comes with the ack.
+    or chunks) or ``"memory"`` (read ``extents`` of ``region``; check ``proof``
+    before and ``generation`` after the copy). ``codec`` is the one of the
+    request's that the chunks may use; with it no payload comes with the ack.
     """
 
     mm_hash: str
@@ -154,6 +155,7 @@ class XferAck(msgspec.Struct, tag="ack", omit_defaults=True, gc=False):
     extents: list[tuple[int, int]] = []
     region: RegionRef | None = None
     codec: str = ""
+    proof: bytes = b""
 
 
 class XferChunk(msgspec.Struct, tag="chunk", omit_defaults=True, gc=False):
@@ -261,6 +263,8 @@ def _checked(message: Any) -> Any:
             )
         if len(message.extents) > MAX_EXTENTS or any(min(run) < 0 for run in message.extents):
             raise WireError("extents are negative or too many")
+        if len(message.proof) > PROOF_BYTES:
+            raise WireError(f"a proof of {len(message.proof)} bytes exceeds {PROOF_BYTES}")
         if message.region is not None and not _is_place(message.region):
             raise WireError(f"{message.region!r:.200} is no place of a region")
     return message

@@ -42,6 +42,7 @@ from ec_connector.protocol.messages import (
     XferStatus,
 )
 from ec_connector.protocol.parking import GrantKey, Parking
+from ec_connector.protocol.shown import proof_of
 from ec_connector.protocol.tickets import Tickets
 
 MAX_CHUNK_BYTES: Final = 16 * 1024 * 1024
@@ -56,6 +57,7 @@ class ProducerMachine:
         pool: the agent's pool; this machine pins and unpins in it.
         identity: what this engine is; a request of another kind is refused.
         region: how a process of this host finds the pool's memory.
+        secret: what stands in that memory to prove by what is shown of it.
         planes: planes this producer offers, best first.
         lease: seconds a grant lives without word from its consumer.
         max_parked: requests that may wait for saves at one time, shared as ``Parking`` says.
@@ -72,6 +74,7 @@ class ProducerMachine:
         identity: Identity,
         region: RegionRef,
         *,
+        secret: bytes = b"",
         planes: tuple[str, ...] = ("zmq",),
         lease: float = 30.0,
         max_parked: int = 4096,
@@ -83,6 +86,7 @@ class ProducerMachine:
         self._pool = pool
         self.identity = identity
         self._region = region
+        self._secret = secret
         self._planes = planes
         self._lease = lease
         self._own_session = own_session
@@ -292,6 +296,7 @@ class ProducerMachine:
         if mapped:
             ack.plane, ack.region = "memory", self._region
             ack.extents, ack.generation = list(entry.extents), entry.generation
+            ack.proof = proof_of(self._secret, entry.generation, entry.nbytes, entry.extents)
             return [SendToConsumer(peer, ack)]
         ack.plane = "zmq"
         if codec != NONE:

@@ -93,6 +93,14 @@ OURS: dict[str, tuple[str, ToProducer | ToConsumer]] = {
             extents=[(0, 1), (16383, 1)], region=REGION,
         ),
     ),
+    "ack_ok_memory_proven": (
+        "granted through the producer's memory, which it proves to show",
+        XferAck(
+            HASH, XferStatus.OK, SESSION, xfer_id=2, plane="memory", nbytes=131072,
+            dtype="float32", shape=[128, 256], generation=7, extents=[(0, 2)], region=REGION,
+            proof=bytes(range(240, 256)),
+        ),
+    ),
     "ack_ok_scalar": (
         "an array of no axes stays one",
         XferAck(HASH, XferStatus.OK, SESSION, xfer_id=3, plane="zmq", nbytes=2, dtype="float16"),

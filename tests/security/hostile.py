@@ -181,6 +181,10 @@ class RawConsumer:
         self.socket.sndhwm = 0
         self.socket.connect(f"tcp://127.0.0.1:{port}")
 
+    def close(self) -> None:
+        """Hang up."""
+        self.socket.close()
+
     def say(self, message: ToProducer) -> None:
         """Send a message as it should be sent."""
         self.socket.send_multipart([b"", encode(message)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,11 +19,12 @@ import zmq
 
 from ec_connector import Consumer
 from ec_connector.errors import FetchError, ItemMissingError, RemoteSaveError
-from ec_connector.protocol.local import FetchItem, Ready
+from ec_connector.protocol.local import FetchItem, Ready, Release
 from ec_connector.protocol.messages import (
     MAX_BODY_BYTES,
     XferAck,
     XferChunk,
+    XferDone,
     XferReq,
     XferStatus,
     encode,
@@ -32,8 +33,10 @@ from ec_connector.testing import FakeProducer
 from tests.security.hostile import (
     PATIENCE,
     ROWS,
+    SECRET,
     SMALL,
     Lie,
+    RawConsumer,
     RawProducer,
     Victim,
     altered,
@@ -285,3 +288,74 @@ def test_answers_to_questions_of_others(
         assert not waits.done(), "answered by the liar"
         good.land("parked")
         assert (waits.result() == truth).all()
+
+
+# ── memory of others ─────────────────────────────────────────────────────────
+
+SHOWN: dict[str, Callable[[XferAck, XferAck], dict[str, Any]]] = {
+    "all but the proof": lambda own, theirs: shown(theirs),
+    "no generation": lambda own, theirs: shown(theirs, generation=0),
+    "the proof of its own": lambda own, theirs: shown(theirs, proof=own.proof),
+    "behind its own": lambda own, theirs: shown(
+        own, extents=[*own.extents, *theirs.extents], proof=own.proof
+    ),
+    "its own, and larger": lambda own, theirs: shown(
+        own, extents=[(own.extents[0][0], 4)], proof=own.proof
+    ),
+}
+
+
+def shown(ack: XferAck, **fields: Any) -> dict[str, Any]:
+    """Where an answer says that bytes are, without its proof."""
+    where = {"region": ack.region, "extents": ack.extents, "generation": ack.generation}
+    return {"plane": "memory", **where, **fields}
+
+
+@pytest.mark.parametrize("whose", ["its own", "a producer's"])
+@pytest.mark.parametrize("how", SHOWN.values(), ids=SHOWN)
+def test_memory_of_others(
+    victim: Victim,
+    consumer: Consumer,
+    good: FakeProducer,
+    liar: RawProducer,
+    context: zmq.Context[Any],
+    whose: str,
+    how: Callable[[XferAck, XferAck], dict[str, Any]],
+    request: pytest.FixtureRequest,
+) -> None:
+    """A peer that may have one item does not get others by showing the consumer where they are.
+
+    It learns where a region is from the answer for an item that it knows. The consumer may map
+    that region, the peer perhaps not: it must not be talked into reading there for the peer.
+    """
+    for key, array in (("known", WANTED), ("secret", SECRET)):
+        announcement = good.put(key, array)
+        assert (consumer.fetch(key, announcement, timeout=PATIENCE) == array).all()
+    port = victim.port if whose == "its own" else good.address[1]
+    with contextlib.closing(RawConsumer(context, port)) as peer:
+        acks = [peer.ask(key, planes=["memory"])[0] for key in ("known", "secret")]
+        for key in ("known", "secret"):
+            peer.say(XferDone("mallory", key, 1))
+    fields = how(*acks)
+    liar.lie = lambda req: (
+        [[grant(req, SECRET, **fields)]] if "memory" in req.planes else [nack(req)]
+    )
+    refused = victim.stats().get("memory_plane_refused", 0)
+    stolen = False
+    with contextlib.suppress(RemoteSaveError):
+        consumer.fetch(request.node.name, liar.announce(SECRET), timeout=PATIENCE)
+        stolen = True
+    attempt("memory of others", got_in=stolen)
+    assert not stolen
+    assert victim.stats()["memory_plane_refused"] == refused + 1
+
+
+def test_memory_that_is_its_own_to_show(
+    victim: Victim, consumer: Consumer, good: FakeProducer
+) -> None:
+    """The same way is open to whoever is shown an item by its producer."""
+    assert (consumer.fetch("shown", good.put("shown", SECRET), timeout=PATIENCE) == SECRET).all()
+    assert here(consumer, "shown").nbytes == SECRET.nbytes
+    assert victim.stats()["ready_memory"] > 0
+    with consumer._lock:
+        consumer._link.send(Release(["shown"]))

@@ -34,6 +34,7 @@ from ec_connector.protocol.messages import (
     decode_to_producer,
     encode,
 )
+from ec_connector.protocol.shown import PROOF_BYTES
 
 REGION = RegionRef(pid=4242, fd=17, nbytes=1 << 30, block_bytes=1 << 16, token="ab" * 16)
 FULL: list[messages.ToProducer | messages.ToConsumer] = [
@@ -46,7 +47,7 @@ FULL: list[messages.ToProducer | messages.ToConsumer] = [
     XferAck(
         "hash", XferStatus.NACK_INTERNAL, "session", [1, 2], b"agent", b"memory", 7, "memory",
         64, "bfloat16", [4, 8], "message", "factor", "traceback", 9, [(0, 1), (5, 2)], REGION,
-        "zstd",
+        "zstd", b"proof",
     ),
     XferChunk("session", 7, 1 << 20, 1 << 20, "zstd", 1 << 19, 1 << 31),
 ]  # fmt: skip
@@ -156,7 +157,7 @@ def test_ack_stays_small() -> None:
         "f" * 64, XferStatus.OK, "s" * 64, xfer_id=largest, plane="memory", nbytes=largest,
         dtype="float8_e4m3fnuz", shape=[1 << 32] * MAX_RANK, generation=largest,
         extents=[(1 << 32, 1 << 32)] * MAX_EXTENTS,
-        region=RegionRef(1 << 31, 1 << 31, largest, 1 << 31, "f" * 64),
+        region=RegionRef(1 << 31, 1 << 31, largest, 1 << 31, "f" * 64), proof=b"p" * PROOF_BYTES,
     )  # fmt: skip
     assert len(encode(ack)) < 1024
     assert decode_to_consumer(encode(ack)) == ack
@@ -319,6 +320,7 @@ LIMITS: list[tuple[str, Any, str, Callable[[int], Any], int]] = [
     ("message", ACK, "message", lambda n: "x" * n, MAX_TEXT_CHARS),
     ("traceback", ACK, "traceback", lambda n: "x" * n, 4 * MAX_TEXT_CHARS),
     ("shape", ACK, "shape", lambda n: [1] * n, MAX_RANK),
+    ("proof", ACK, "proof", lambda n: b"x" * n, PROOF_BYTES),
     ("extents", ACK, "extents", lambda n: [(0, 1)] * n, MAX_EXTENTS),
     ("planes", REQ, "planes", lambda n: ["zmq"] * n, MAX_FACTORS),
     ("plane's name", REQ, "planes", lambda n: ["x" * n], MAX_FACTOR_CHARS),

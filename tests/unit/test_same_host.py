@@ -16,6 +16,7 @@ from ec_connector.agent.same_host import Copied, SameHostPlane
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.effects import Address, CopyFromPeer
+from ec_connector.protocol.shown import proof_of
 
 BLOCKS, BLOCK = 16, 4096
 THERE, ELSEWHERE = Address("127.0.0.1", 1), Address("127.0.0.1", 2)
@@ -46,7 +47,10 @@ class Bench:
     ) -> CopyFromPeer:
         """A copy of the peer's item of generation 7, which begins at block 2."""
         target = self.target(nbytes, f"item {xfer_id}")
-        return CopyFromPeer(address, xfer_id, self.theirs.ref, extents, 7, target)
+        proof = b""
+        if all(start >= 0 for start, _ in extents):
+            proof = proof_of(self.theirs.secret, 7, nbytes, extents)
+        return CopyFromPeer(address, xfer_id, self.theirs.ref, extents, 7, proof, target)
 
     def run(self) -> list[Copied]:
         """Work until nothing is left to do."""
@@ -227,7 +231,8 @@ def test_a_region_is_mapped_once_a_peer(bench: Bench) -> None:
     other.set_generation(2, 7)
     try:
         bench.plane.start(bench.copy(10, 8))
-        bench.plane.start(replace(bench.copy(10, 9), region=other.ref))
+        proof = proof_of(other.secret, 7, 10, ((2, 4),))
+        bench.plane.start(replace(bench.copy(10, 9), region=other.ref, proof=proof))
         assert sorted(bench.run(), key=lambda copied: copied.xfer_id) == [
             Copied(8, "the peer is gone"),
             Copied(9, ""),
@@ -243,3 +248,19 @@ def mapped(region: Region) -> int:
     inode = os.fstat(region.ref.fd).st_ino
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum(line.split()[4] == str(inode) for line in maps if "memfd" in line)
+
+
+@pytest.mark.parametrize("wrong", ["none", "cut", "of another item"])
+def test_memory_is_not_read_without_its_owners_word(bench: Bench, wrong: str) -> None:
+    """Whoever names blocks must prove that it may show them: nothing is copied before."""
+    effect = bench.copy()
+    proofs = {
+        "none": b"",
+        "cut": effect.proof[:-1],
+        "of another item": proof_of(bench.theirs.secret, 7, 10_001, effect.extents),
+    }
+    bench.own.buffer[:] = bytes(BLOCKS * BLOCK)
+    bench.plane.start(replace(effect, proof=proofs[wrong]))
+    (copied,) = bench.run()
+    assert "prove" in copied.fault
+    assert not any(bench.own.buffer)
