@@ -52,6 +52,7 @@ OUR_ACK_FIELDS: dict[str, Any] = {
     "extents": [(0, 1)],
     "region": REGION,
     "codec": "zstd",
+    "proof": b"proof",
 }
 
 
