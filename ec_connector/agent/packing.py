@@ -79,7 +79,7 @@ class _Packing:
 
 
 class Packer:
-    """Runs on their way to consumers, packed and handed out in the order they came.
+    """Runs on their way to consumers. Peers take turns; those of one peer stay in order.
 
     Args:
         region: the pool's memory.
@@ -93,13 +93,13 @@ class Packer:
         self._region = region
         self._workers = workers
         self._leaving = leaving
-        self._waiting: deque[SendToConsumer] = deque()
+        self._waiting: dict[bytes, deque[SendToConsumer]] = {}  # whose turn is next comes first
         self._started: deque[_Packing] = deque()
         self.faults = 0
 
     def start(self, effect: SendToConsumer) -> None:
         """Pack a chunk's payload; :meth:`next` hands it out."""
-        self._waiting.append(effect)
+        self._waiting.setdefault(effect.peer, deque()).append(effect)
         self._begin()
 
     def next(self) -> tuple[SendToConsumer, Packed | None] | None:
@@ -129,7 +129,12 @@ class Packer:
 
     def stop(self, grant: str) -> list[Future[Packed | None]]:
         """Drop what is to be packed for a grant. Returns those that still read its bytes."""
-        self._waiting = deque(e for e in self._waiting if e.grant != grant)
+        for peer, queue in list(self._waiting.items()):
+            kept = deque(effect for effect in queue if effect.grant != grant)
+            if kept:
+                self._waiting[peer] = kept
+            else:
+                del self._waiting[peer]
         reading = []
         for job in self._started:
             if job.effect.grant == grant:
@@ -144,17 +149,22 @@ class Packer:
 
     def _begin(self) -> None:
         while self._waiting and len(self._started) < MOST_STARTED:
-            effect = self._startable()
+            effect = self._take()
             if effect is None:
                 return
-            self._waiting.remove(effect)
             self._started.append(_Packing(effect, self._workers.start(self._job(effect))))
 
-    def _startable(self) -> SendToConsumer | None:
+    def _take(self) -> SendToConsumer | None:
         leaving = self._leaving()
-        if sum(leaving.values()) <= LEAVING_BYTES:
-            return self._waiting[0]
-        return next((e for e in self._waiting if not leaving.get(e.peer)), None)
+        full = sum(leaving.values()) > LEAVING_BYTES
+        for peer in self._waiting:
+            if not full or not leaving.get(peer):
+                queue = self._waiting.pop(peer)
+                effect = queue.popleft()
+                if queue:
+                    self._waiting[peer] = queue
+                return effect
+        return None
 
     def _job(self, effect: SendToConsumer) -> Callable[[], Packed | None]:
         span = effect.payload

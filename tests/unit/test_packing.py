@@ -129,6 +129,16 @@ def test_nothing_is_packed_for_a_link_that_takes_nothing(desk: Desk) -> None:
     assert not desk.packer.held_up()
 
 
+def test_peers_take_turns(desk: Desk, gate: threading.Event) -> None:
+    """Who wants little is not behind all of who wants much."""
+    for number in range(12):
+        desk.packer.start(desk.chunk(number, "large", b"one"))
+    desk.packer.start(desk.chunk(15, "small", b"other"))
+    gate.set()
+    peers = [desk.get(desk.packer.next)[0].peer for _ in range(13)]
+    assert peers.index(b"other") <= MOST_STARTED + 1
+
+
 def test_a_slow_link_holds_up_nobody_else(desk: Desk) -> None:
     """Who has nothing on its way gets its turn, in its own order."""
     desk.leaving = {b"slow": module.LEAVING_BYTES + 1}
