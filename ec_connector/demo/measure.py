@@ -16,8 +16,8 @@ FETCHED_BYTES = "vllm:ec_pool_fetched_bytes_total"
 FETCHED_ITEMS = "vllm:ec_pool_fetched_items_total"
 FETCH_SECONDS = "vllm:ec_pool_fetch_time_seconds_sum"
 FETCHES = "vllm:ec_pool_fetch_time_seconds_count"
-ANNOUNCED = "ec_proxy_items_announced_total"
-REPLACED = "ec_proxy_items_replaced_total"
+ANNOUNCED = "vllm:ec_proxy_items_announced_total"
+REPLACED = "vllm:ec_proxy_items_replaced_total"
 
 
 @dataclass(frozen=True)

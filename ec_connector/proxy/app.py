@@ -22,18 +22,19 @@ from collections.abc import AsyncIterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ec_connector.proxy.budget import Budget
 from ec_connector.proxy.counters import Counters
 from ec_connector.proxy.decoding import Call, Decoders
 from ec_connector.proxy.encoding import Encoders
 from ec_connector.proxy.flow import Flow
 from ec_connector.proxy.headers import with_request_id
 from ec_connector.proxy.instances import Instances, Role
-from ec_connector.proxy.intake import until_disconnect
+from ec_connector.proxy.intake import Answering, until_disconnect
 from ec_connector.proxy.options import Options
 from ec_connector.proxy.probes import probe
 from ec_connector.proxy.upstream import Upstream
@@ -63,8 +64,9 @@ class Router:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.counters = Counters()
+        self.budget = Budget(options.max_requests, options.max_bytes)
         self.instances = Instances()
+        self.counters = Counters(self.instances, self.budget)
         for role in Role:
             for url, ranks in getattr(options, role):
                 self.instances.add(role, url, ranks)
@@ -112,5 +114,6 @@ class _Models:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = with_request_id(scope["headers"])
-        call = Call("/v1/models", headers, request_id, send)
-        await until_disconnect(self._router.decoders.fetch(call), receive)
+        call = Call("/v1/models", headers, request_id, Answering(send, request_id))
+        with contextlib.suppress(ClientDisconnect):
+            await until_disconnect(self._router.decoders.fetch(call), receive)

@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.types import Send
-
 from ec_connector.proxy.counters import Counters
 from ec_connector.proxy.headers import RawHeaders
 from ec_connector.proxy.instances import Instance, Instances, Role, Target
+from ec_connector.proxy.intake import Answering
 from ec_connector.proxy.options import Options
-from ec_connector.proxy.payload import Payload
+from ec_connector.proxy.payload import Payload, parse
 from ec_connector.proxy.placement import least_loaded
 from ec_connector.proxy.replies import error_answer, send_answer
 from ec_connector.proxy.rewrite import Body, kv_decode_body, prefill_body
@@ -30,17 +29,22 @@ R = TypeVar("R")
 class Version:
     """A request as a decoder may get it.
 
-    ``raw``: its bytes, where they are the client's. ``encoded``: it says where encodings are.
-    ``replaced``: it has stand-ins for media.
+    ``content``: its JSON object, or its bytes where they are the client's. ``encoded``: it says
+    where encodings are. ``replaced``: it has stand-ins for media.
     """
 
-    body: Body
-    raw: bytearray | None = None
+    content: Body | bytearray
     encoded: bool = False
     replaced: bool = False
 
     def payload(self) -> Payload:
-        return Payload.of(self.body) if self.raw is None else Payload([self.raw])
+        if isinstance(self.content, dict):
+            return Payload.of(self.content)
+        return Payload([self.content])
+
+    def body(self) -> Any:
+        """Its JSON object."""
+        return self.content if isinstance(self.content, dict) else parse(self.content)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,12 @@ class Call:
     path: str
     headers: RawHeaders
     request_id: str
-    send: Send
+    send: Answering
+
+    @property
+    def route(self) -> str:
+        """The path without the query."""
+        return self.path.partition("?")[0]
 
 
 class Decoders:
@@ -101,7 +110,7 @@ class Decoders:
     async def _once(self, call: Call, version: Version, avoid: Instance | None) -> int:
         if self._instances.of(Role.PREFILL):
             reply = await self._prefilled(call, version, avoid)
-            version = Version(kv_decode_body(version.body, reply))
+            version = Version(kv_decode_body(version.body(), reply))
         return await self._somewhere(
             Role.DECODE,
             avoid,
@@ -111,7 +120,7 @@ class Decoders:
         )
 
     async def _prefilled(self, call: Call, version: Version, avoid: Instance | None) -> Any:
-        payload = Payload.of(prefill_body(call.path.partition("?")[0], version.body))
+        payload = Payload.of(prefill_body(call.route, version.body()))
         return await self._somewhere(
             Role.PREFILL,
             avoid,

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from ec_connector.proxy import media, rewrite
+from ec_connector.proxy.budget import OverloadError, Share
 from ec_connector.proxy.decoding import Call, Version
 from ec_connector.proxy.encoding import Job
 from ec_connector.proxy.headers import with_request_id
-from ec_connector.proxy.intake import TooLargeError, read_body, until_disconnect
+from ec_connector.proxy.intake import (
+    Answering,
+    RefusedError,
+    read_body,
+    until_disconnect,
+)
 from ec_connector.proxy.payload import parse
 from ec_connector.proxy.replies import error_answer, send_answer
 from ec_connector.proxy.rewrite import Body
@@ -25,6 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.ec_connector.proxy")
 
 
+IN_THREAD = 256 * 1024
+"""Characters of media from which on they are digested beside the event loop."""
+
+
 class Flow:
     """Answers requests to one of the routes that models answer."""
 
@@ -32,74 +43,91 @@ class Flow:
         self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counters = self._router.counters
-        with counters.in_flight.track_inprogress():
-            try:
-                raw = await read_body(Request(scope, receive), self._router.options.max_body)
-            except ClientDisconnect:
-                counters.disconnects.inc()
-            except TooLargeError as error:
-                await self._refuse(send, 413, str(error))
-            else:
-                if not await until_disconnect(self._in_time(scope, raw, send), receive):
-                    counters.disconnects.inc()
+        headers, request_id = with_request_id(scope["headers"])
+        query = scope["query_string"].decode("latin-1")
+        answer = Answering(send, request_id)
+        call = Call(f"{scope['path']}{'?' if query else ''}{query}", headers, request_id, answer)
+        counters, kind = self._router.counters, "refused"
+        try:
+            with self._router.budget.request() as share:
+                raw = await self._received(Request(scope, receive), share)
+                kind = await until_disconnect(self._in_time(call, raw), receive)
+        except ClientDisconnect:
+            counters.disconnects.inc()
+            logger.info("the client went away: request=%s", request_id)
+            return
+        except OverloadError as error:
+            refusal = error_answer(503, f"overloaded: {error}", [(b"retry-after", b"1")])
+            await send_answer(answer, refusal)
+        except RefusedError as error:
+            await send_answer(answer, error_answer(error.status, str(error)))
+        taken = time.monotonic() - answer.begun
+        counters.requests.labels(kind, str(answer.status)).inc()
+        counters.first_byte_seconds.observe(answer.first_byte)
+        counters.request_seconds.observe(taken)
+        logger.info(
+            "answered: request=%s path=%s kind=%s status=%d seconds=%.3f",
+            request_id, scope["path"], kind, answer.status, taken,
+        )  # fmt: skip
 
-    async def _refuse(self, send: Send, status: int, message: str) -> None:
-        await send_answer(send, error_answer(status, message))
-        self._router.counters.requests.labels("refused", str(status)).inc()
+    async def _received(self, request: Request, share: Share) -> bytearray:
+        options = self._router.options
+        try:
+            async with asyncio.timeout(options.body_timeout):
+                return await read_body(request, options.max_body, share)
+        except TimeoutError as error:
+            limit = options.body_timeout
+            raise RefusedError(408, f"the request did not arrive within {limit:g} s") from error
 
-    async def _in_time(self, scope: Scope, raw: bytearray, send: Send) -> None:
-        begun = False
-
-        async def tell(message: object) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)  # type: ignore[arg-type]  # as it came
-
+    async def _in_time(self, call: Call, raw: bytearray) -> str:
         limit = self._router.options.total_timeout
         try:
             async with asyncio.timeout(limit):
-                await self._answer(scope, raw, tell)
-        except TimeoutError:
-            if not begun:
-                await self._refuse(send, 504, f"no answer within {limit:g} s")
-            logger.warning("a request took more than %g s", limit)
+                return await self._answer(call, raw)
+        except TimeoutError as error:
+            logger.warning("more than %g s: request=%s", limit, call.request_id)
+            if call.send.status:  # half an answer: the server closes what has no end
+                return "cut"
+            raise RefusedError(504, f"no answer within {limit:g} s") from error
 
-    async def _answer(self, scope: Scope, raw: bytearray, send: Send) -> None:
+    async def _answer(self, call: Call, raw: bytearray) -> str:
+        """Answer a request. Returns of what kind it is."""
         try:
             body = parse(raw)
         except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
-            await self._refuse(send, 400, "the request body is not a JSON object")
-            return
-        path, query = scope["path"], scope["query_string"].decode("latin-1")
-        headers, request_id = with_request_id(scope["headers"])
-        call = Call(f"{path}{'?' if query else ''}{query}", headers, request_id, send)
-        kind = "text"
-        if rewrite.PARAMS in body:
+            raise RefusedError(400, "the request body is not a JSON object")
+        own = rewrite.PARAMS in body
+        if own:
             body = rewrite.decode_body(body, None)
-            versions = [Version(body)]
-        else:
-            versions = [Version(body, raw)]
-        if found := media.items(path, body):
-            kind = "media"
-            versions = await self._encoded(path, body, found, call)
-        status = await self._router.decoders.answer(call, versions)
-        self._router.counters.requests.labels(kind, str(status)).inc()
+        found = media.items(call.route, body)
+        if not found and not own:
+            del body  # its bytes are enough
+            await self._router.decoders.answer(call, [Version(raw)])
+            return "text"
+        raw.clear()  # the object holds it all
+        if not found:
+            await self._router.decoders.answer(call, [Version(body)])
+            return "text"
+        await self._router.decoders.answer(call, await self._encoded(body, found, call))
+        return "media"
 
-    async def _encoded(
-        self, path: str, body: Body, found: list[media.Item], call: Call
-    ) -> list[Version]:
+    async def _encoded(self, body: Body, found: list[media.Item], call: Call) -> list[Version]:
         """The request with what encoders announced, if they did, and as it is without."""
         counters = self._router.counters
         counters.items.inc(len(found))
-        chat = path == media.CHAT
+        chat = call.route == media.CHAT
         named, plain = body, Version(body)
         if chat:
-            named = media.identified(body)
+            many = media.size(found) > IN_THREAD
+            named = (
+                await asyncio.to_thread(media.identified, body)
+                if many
+                else (media.identified(body))
+            )
             plain = Version(media.anonymous(body))
-            found = media.items(path, named)
+            found = media.items(media.CHAT, named)
         options = named if chat else rewrite.encode_options(body)
         encoded = await self._router.encoders.run(
             Job(found, options, call.headers, call.request_id)

@@ -59,7 +59,8 @@ def with_request_id(headers: RawHeaders) -> tuple[list[tuple[bytes, bytes]], str
     headers = list(headers)
     for name, value in headers:
         if name == b"x-request-id" and value:
-            return headers, ascii(value[:128].decode("latin-1"))
+            text = value[:128].decode("latin-1")
+            return headers, text if text.isascii() and text.isprintable() else ascii(text)
     request_id = uuid.uuid4().hex
     return [*headers, (b"x-request-id", request_id.encode())], request_id
 

@@ -73,9 +73,9 @@ def items(path: str, body: Body) -> list[Item]:
     return []
 
 
-def inline_size(found: list[Item]) -> int:
-    """Characters of media that are in the request itself."""
-    return sum(len(text) for item in found if (text := _media(item.part)) and _is_inline(item.part))
+def size(found: list[Item]) -> int:
+    """Characters of all media and URLs together."""
+    return sum(len(_media(item.part)) for item in found)
 
 
 def _with_uuids(body: Body, *, give: bool) -> Body:

@@ -33,7 +33,9 @@ class Options:
     ``connect_timeout`` per connection, ``encode_timeout`` for one encoder's answer,
     ``prefill_timeout`` for a prefill server's, ``decode_timeout`` for the longest silence of
     a decoder, ``total_timeout`` for a request as a whole, ``probe_interval`` between two
-    health checks of a server. ``max_body`` in bytes: a larger request is answered 413.
+    health checks of a server. ``max_body`` in bytes: a larger request is answered 413, and
+    one that takes longer than ``body_timeout`` to arrive 408. While ``max_requests`` requests or
+    ``max_bytes`` bytes of their bodies are under way, further ones are answered 503.
     """
 
     encode: tuple[Address, ...]
@@ -48,7 +50,10 @@ class Options:
     decode_timeout: float = 600.0
     total_timeout: float = 3600.0
     probe_interval: float = 5.0
+    body_timeout: float = 60.0
     max_body: int = 64 * 1024 * 1024
+    max_bytes: int = 1024 * 1024 * 1024
+    max_requests: int = 4096
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -70,7 +75,13 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
-    return Options(**values)
+    options = Options(**values)
+    if options.max_body > options.max_bytes:
+        parser.error(
+            f"--max-body {format_size(options.max_body)} exceeds --max-bytes "
+            f"{format_size(options.max_bytes)}: no request of that size could ever be taken"
+        )
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         "prefill_timeout": "for a prefill server's answer",
         "decode_timeout": "that a decoder may be silent",
         "total_timeout": "for a request as a whole",
+        "body_timeout": "for a request's body to arrive",
         "probe_interval": "between health checks of a server",
     }.items():
         add(_flag(name), metavar="TIME", type=_duration,
@@ -107,6 +119,10 @@ def _parser() -> argparse.ArgumentParser:
                  f"({getattr(Options, name):g}s)")  # fmt: skip
     add("--max-body", metavar="SIZE", type=_size,
         help=f"largest request ({format_size(Options.max_body)})")  # fmt: skip
+    add("--max-bytes", metavar="SIZE", type=_size,
+        help=f"most bytes of requests under way ({format_size(Options.max_bytes)})")  # fmt: skip
+    add("--max-requests", metavar="N", type=_count,
+        help=f"most requests under way ({Options.max_requests})")  # fmt: skip
     return parser
 
 
@@ -156,6 +172,12 @@ def _address(text: str) -> Address:
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 0xFFFF:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 

@@ -31,6 +31,7 @@ class FakeServer:
         self.peers: list[Any] = []
         self.targets: list[str] = []
         self.healthy = True
+        self.reads = True  # else `answer` has to
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -53,8 +54,9 @@ class FakeServer:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        self.bodies.append(json.loads(raw) if raw else None)
+        if self.reads:
+            raw = await request.read()
+            self.bodies.append(json.loads(raw) if raw else None)
         self.headers.append(request.headers)
         self.targets.append(request.path_qs)
         assert request.transport is not None

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from ec_connector.proxy import main, upstream  # noqa: E402
 from ec_connector.proxy.media import identified  # noqa: E402
 from ec_connector.proxy.options import Address, Options, parse_options  # noqa: E402
 from ec_connector.proxy.serve import listen  # noqa: E402
+from ec_connector.units import format_duration, format_size  # noqa: E402
 from tests.router.net import (  # noqa: E402
     PATIENCE,
     Handler,
@@ -75,9 +78,9 @@ def test_media_goes_to_the_encoder_and_its_announcement_to_the_decoder() -> None
                 }
             ]
             assert net.decoder.bodies == [{**named, "ec_transfer_params": params}]
-            assert await net.metric('ec_proxy_encodes_total{outcome="ok"}') == 1
-            assert await net.metric("ec_proxy_items_announced_total") == 1
-            await net.metric_becomes('ec_proxy_requests_total{kind="media",status="200"}', 1)
+            assert await net.metric('vllm:ec_proxy_encodes_total{outcome="ok"}') == 1
+            assert await net.metric("vllm:ec_proxy_items_announced_total") == 1
+            await net.metric_becomes('vllm:ec_proxy_requests_total{kind="media",status="200"}', 1)
 
     run(test)
 
@@ -143,7 +146,7 @@ def test_error_of_the_decoder_is_passed_through() -> None:
             async with net.chat(request(image("a"))) as response:
                 assert (response.status, await response.read()) == (422, b'{"error": "no"}')
                 assert response.headers["Retry-After"] == "3"
-            await net.metric_becomes('ec_proxy_requests_total{kind="media",status="422"}', 1)
+            await net.metric_becomes('vllm:ec_proxy_requests_total{kind="media",status="422"}', 1)
 
     run(test)
 
@@ -201,8 +204,8 @@ def test_without_an_encoding_the_decoder_gets_the_media(
             async with net.chat(body, headers={"X-Request-Id": "req-1"}) as response:
                 assert response.status == 200
             assert net.decoder.bodies == [request(image("a"))]
-            assert await net.metric(f'ec_proxy_encodes_total{{outcome="{outcome}"}}') == 1
-            assert await net.metric('ec_proxy_encodes_total{outcome="ok"}') == 0
+            assert await net.metric(f'vllm:ec_proxy_encodes_total{{outcome="{outcome}"}}') == 1
+            assert await net.metric('vllm:ec_proxy_encodes_total{outcome="ok"}') == 0
 
     run(test)
     lines = [record.getMessage() for record in caplog.records if "encoding failed" in record.msg]
@@ -235,7 +238,7 @@ def test_two_images_keep_their_order() -> None:
             assert net.decoder.bodies[0]["messages"] == named
             assert net.encoder.bodies[0]["messages"][0]["content"] == named[0]["content"][:2]
             assert net.decoder.bodies[0]["ec_transfer_params"] == params
-            assert await net.metric("ec_proxy_items_announced_total") == 2
+            assert await net.metric("vllm:ec_proxy_items_announced_total") == 2
 
     run(test)
 
@@ -260,7 +263,7 @@ def test_metadata_only_replaces_the_media_for_the_decoder() -> None:
             assert net.decoder.bodies == [
                 request(part("a"), part("b"), part("a"), ec_transfer_params=sent)
             ]
-            assert await net.metric("ec_proxy_items_replaced_total") == 3
+            assert await net.metric("vllm:ec_proxy_items_replaced_total") == 3
 
     run(test)
 
@@ -275,8 +278,8 @@ def test_metadata_only_keeps_media_of_an_item_that_was_not_announced() -> None:
             async with net.chat(body) as response:
                 assert response.status == 200
             assert net.decoder.bodies == [{**identified(body), "ec_transfer_params": params}]
-            assert await net.metric("ec_proxy_items_announced_total") == 1
-            assert await net.metric("ec_proxy_items_replaced_total") == 0
+            assert await net.metric("vllm:ec_proxy_items_announced_total") == 1
+            assert await net.metric("vllm:ec_proxy_items_replaced_total") == 0
 
     run(test)
 
@@ -295,8 +298,8 @@ def test_client_that_goes_away_cancels_the_servers(stage: str) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await call
             await fake.cancelled.wait()
-            await net.metric_becomes("ec_proxy_client_disconnects_total", 1)
-            await net.metric_becomes("ec_proxy_requests_in_flight", 0)
+            await net.metric_becomes("vllm:ec_proxy_client_disconnects_total", 1)
+            await net.metric_becomes("vllm:ec_proxy_num_requests_running", 0)
             assert len(net.decoder.bodies) == (0 if stage == "encoder" else 1)
 
     run(test)
@@ -331,7 +334,7 @@ def test_decoder_that_cannot_be_reached_is_a_502() -> None:
                 error = (await response.json())["error"]
             assert error["code"] == 502
             assert "decoding server" in error["message"]
-            await net.metric_becomes('ec_proxy_requests_total{kind="text",status="502"}', 1)
+            await net.metric_becomes('vllm:ec_proxy_requests_total{kind="text",status="502"}', 1)
 
     run(test)
 
@@ -575,6 +578,23 @@ def test_options_of_the_command_line() -> None:
         metadata_only=True,
         max_body=2 * 1024 * 1024,
     )
+
+
+def test_page_names_every_option() -> None:
+    """docs/router.md has each option with its default, in order."""
+    page = (Path(__file__).parents[2] / "docs" / "router.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? \|", page, re.MULTILINE)
+    expected = []
+    for field in fields(Options):
+        value: Any = "" if field.default in (MISSING, ()) else field.default
+        if isinstance(value, bool):
+            value = str(value).lower()
+        elif isinstance(value, float):
+            value = format_duration(value)
+        elif field.name in ("max_body", "max_bytes"):
+            value = format_size(value)
+        expected.append((field.name, str(value)))
+    assert sorted(rows) == sorted(expected)
 
 
 @pytest.mark.parametrize(

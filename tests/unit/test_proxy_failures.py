@@ -35,8 +35,8 @@ from tests.router.net import (  # noqa: E402
 )  # fmt: skip
 
 ONE = {"h": entry(0)}
-WITH_MEDIA = 'ec_proxy_decode_retries_total{kind="with_media"}'
-ELSEWHERE = 'ec_proxy_decode_retries_total{kind="elsewhere"}'
+WITH_MEDIA = 'vllm:ec_proxy_decode_retries_total{kind="with_media"}'
+ELSEWHERE = 'vllm:ec_proxy_decode_retries_total{kind="elsewhere"}'
 
 
 def failing(status: int, message: str = "broke") -> Handler:
@@ -100,7 +100,7 @@ def test_another_encoder_stands_in(broken: Handler) -> None:
             assert [len(one.bodies) for one in net.encoders] == [1, 1]
             assert net.decoder.bodies[0]["ec_transfer_params"] == ONE
             assert not has_media(net.decoder.bodies[0])
-            assert await net.metric('ec_proxy_encodes_total{outcome="ok"}') == 1
+            assert await net.metric('vllm:ec_proxy_encodes_total{outcome="ok"}') == 1
 
     run(test)
 
@@ -268,7 +268,7 @@ def test_server_that_is_out_comes_back() -> None:
             async with net.chat(request(image("a"))) as response:
                 assert response.status == 200
             assert net.encoder.bodies == []
-            assert await net.metric('ec_proxy_encodes_total{outcome="none"}') == 1
+            assert await net.metric('vllm:ec_proxy_encodes_total{outcome="none"}') == 1
             net.encoder.healthy = True
             await becomes(net, url, "trial")
             async with net.chat(request(image("a"))) as response:
@@ -293,7 +293,7 @@ def test_client_that_goes_away_cancels_all_encoders() -> None:
                 await call
             for fake in net.encoders:
                 await fake.cancelled.wait()
-            await net.metric_becomes("ec_proxy_requests_in_flight", 0)
+            await net.metric_becomes("vllm:ec_proxy_num_requests_running", 0)
             assert net.decoder.bodies == []
             async with net.client.get(f"{net.url}/instances") as response:
                 described = (await response.json())["instances"]

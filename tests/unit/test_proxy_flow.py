@@ -72,7 +72,7 @@ def test_images_go_to_several_encoders_at_once_and_come_back_in_order() -> None:
                 uuid[name]: [place for place, one in enumerate(names) if one == name]
                 for name in set(names)
             }
-            assert await net.metric("ec_proxy_items_replaced_total") == 34
+            assert await net.metric("vllm:ec_proxy_items_replaced_total") == 34
 
     run(test)
 
