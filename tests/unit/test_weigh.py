@@ -266,7 +266,8 @@ def test_a_run(encoder: Encoder, decoder: Decoder, picture: Path, tmp_path: Path
     assert lossy.seconds == []
     assert "loss differs" in lossy.refused
     assert any("loss differs" in note for note in comparison.notes)
-    seen = [json.dumps(body["messages"]) for body in (*encoder.bodies, *decoder.bodies)]
+    sent = (*encoder.bodies, *decoder.bodies)
+    seen = [json.dumps(body["messages"][0]["content"][0]) for body in sent]
     assert len(set(seen)) == 8  # four pulled, each shown to both, and four encoded again
     assert [body["stream"] for body in encoder.bodies] == [False] * 4
     weigh(comparison)
