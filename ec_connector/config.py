@@ -228,7 +228,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Settings from a JSON object as :meth:`parse` takes it. Raises ConfigError."""
         try:
             mapping = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             raise ConfigError(f"the settings are not JSON: {error}") from error
         if not isinstance(mapping, dict):
             raise ConfigError(

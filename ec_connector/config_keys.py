@@ -15,6 +15,7 @@ VLLM_FIELDS = frozenset(
 )
 
 KEYS_OF_OTHERS = {
+    "ec_connector_extra_config": "give only what stands in it",
     "buffer_size": "the memory for encoder outputs is 'pool_size'",
     "ec_buffer_size": "the memory for encoder outputs is 'pool_size'",
     "ec_cpu_bytes": "the memory for encoder outputs is 'pool_size'",

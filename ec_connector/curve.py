@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from zmq.auth.certs import load_certificate
 from zmq.utils import z85
 
 from ec_connector.errors import ConfigError
+from ec_connector.key_file import check_key_file
 
 SERVER, CLIENT, TICKET = "server", "client", "ticket_key"
 _KEY_CHARS = 40
@@ -53,13 +55,13 @@ class Credentials:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Make both key pairs and a ticket key, files 0600 in ``directory`` (0700).
+    """Make both key pairs and a ticket key, files 0600 in ``directory``.
 
-    Returns the files.
+    A directory made for them is 0700; one that was there keeps its mode. Returns the files.
 
     Raises:
-        ConfigError: one of the files is there already (nothing is changed), or the
-            directory cannot be written.
+        ConfigError: one of the files is there already, every user may write to the
+            directory (nothing is changed), or this one may not.
     """
     require_curve()
     names = [f"{who}.{kind}" for who in (SERVER, CLIENT) for kind in ("key", "key_secret")]
@@ -70,10 +72,14 @@ def make_keys(directory: Path) -> list[Path]:
             f"{directory} holds {', '.join(there)} already, and keys in use are not "
             "overwritten; give another directory"
         )
-    files = []
+    files: list[Path] = []
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
+        if directory.stat().st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"every user of this host may write to {directory}, so keys there could be "
+                "exchanged; give a directory of your own"
+            )
         texts = {TICKET: f"{secrets.token_hex(32)}\n"}
         for who in (SERVER, CLIENT):
             public, secret = (key.decode("ascii") for key in zmq.curve_keypair())
@@ -84,10 +90,12 @@ def make_keys(directory: Path) -> list[Path]:
             path = directory / name
             # O_EXCL: never through a link that somebody put there meanwhile.
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            files.append(path)
             with open(fd, "w", encoding="ascii") as file:
                 file.write(text)
-            files.append(path)
     except OSError as error:
+        for path in files:  # half a set would be in the way of the next call
+            path.unlink(missing_ok=True)
         raise ConfigError(f"cannot write keys to {directory}: {error}") from error
     return files
 
@@ -99,6 +107,7 @@ def load_keys(directory: Path) -> Credentials:
         ConfigError: there are none, one is unreadable, or a secret is readable by everybody.
     """
     require_curve()
+    _check_directory(directory)
     server, client = _pair(directory, SERVER), _pair(directory, CLIENT)
     if server is None and client is None:
         raise ConfigError(
@@ -106,8 +115,14 @@ def load_keys(directory: Path) -> Credentials:
             f"{CLIENT}.key_secret; make keys with: ec-connector keygen {directory}"
         )
     public = directory / f"{SERVER}.key"
-    if public.exists():
+    if os.path.lexists(public):
         server_public: bytes | None = public_key(public)
+        if server is not None and server.public != server_public:
+            raise ConfigError(
+                f"{public} and {SERVER}.key_secret beside it do not belong together; all "
+                "producers of a fleet share one server key, so copy both from where the keys "
+                "were made"
+            )
     else:
         server_public = server.public if server is not None else None
     if client is not None and server_public is None:
@@ -199,29 +214,41 @@ class AllowedKeys:
 
 def _pair(directory: Path, who: str) -> Pair | None:
     path = directory / f"{who}.key_secret"
-    if not path.exists():
+    if not os.path.lexists(path):  # a link that leads nowhere is a mistake to be told
         return None
-    public, secret = _read(path)
+    public, secret = _read(path, secret=True)
     if secret is None:
         raise ConfigError(f"{path} holds no secret key; make keys anew with ec-connector keygen")
-    if path.stat().st_mode & 0o007:
-        raise ConfigError(f"{path} can be read by every user of this host: chmod 600 {path}")
     return Pair(public, secret)
 
 
-def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Public and secret key of a file. No error says what stands in it."""
+def _check_directory(directory: Path) -> None:
     try:
-        public, secret = load_certificate(path)
+        if directory.exists() and not directory.is_dir():
+            raise ConfigError(
+                f"curve_keys={str(directory)!r} is no directory; give the one made by "
+                "ec-connector keygen, not a file in it"
+            )
+    except OSError as error:
+        raise ConfigError(
+            f"curve_keys={str(directory)!r} cannot be read: {error.strerror}"
+        ) from None
+
+
+def _read(path: Path, *, secret: bool = False) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a file. No error says what stands in it."""
+    check_key_file(path, f"the key file {path}", secret=secret)
+    try:
+        public, private = load_certificate(path)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else "no key in it"
         raise ConfigError(f"cannot use the key file {path}: {why}") from None
-    for key in (public, secret):
+    for key in (public, private):
         try:
             if key is not None and (len(key) != _KEY_CHARS or len(z85.decode(key)) != 32):
                 raise ValueError
         except (KeyError, ValueError, OverflowError):
             raise ConfigError(f"the key file {path} holds no CURVE key") from None
-    if secret is not None and zmq.curve_public(secret) != public:
+    if private is not None and zmq.curve_public(private) != public:
         raise ConfigError(f"the two keys in {path} do not belong together")
-    return public, secret
+    return public, private

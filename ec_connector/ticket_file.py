@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ec_connector.errors import ConfigError
+from ec_connector.key_file import check_key_file
 from ec_connector.protocol.tickets import Tickets
 
 _MAX_BYTES = 4096
@@ -15,14 +16,14 @@ def load_tickets(name: str) -> Tickets | None:
     """The keys in this file; None without a name.
 
     Raises:
-        ConfigError: the file is unreadable, readable by everybody, or holds no key.
+        ConfigError: the file is unreadable, no regular file, readable by everybody, or holds
+            no key.
     """
     if not name:
         return None
     path = Path(name)
+    check_key_file(path, f"ticket_key={name!r}", secret=True)
     try:
-        if path.stat().st_mode & 0o007:
-            raise ConfigError(f"ticket_key={name!r} can be read by every user: chmod 600 {name}")
         with path.open(encoding="ascii") as file:
             text = file.read(_MAX_BYTES)
     except OSError as error:

@@ -51,12 +51,16 @@ def _options(
 @app.command()
 def config(
     check: Annotated[
-        str, typer.Option("--check", metavar="FILE|JSON", help=f"Check this. {_SETTINGS_HELP}")
-    ] = "",
+        str | None,
+        typer.Option("--check", metavar="FILE|JSON", help=f"Check this. {_SETTINGS_HELP}"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every setting with its default, or check a configuration."""
-    if check:
+    """Print every setting with its default, or check a configuration.
+
+    Files that it names (keys) are looked at by doctor, on the host that has them.
+    """
+    if check is not None:
         settings = _settings(check)
         print(settings.to_json().decode() if as_json else "the configuration is good")
         return
@@ -102,12 +106,16 @@ def doctor(
 
 @app.command()
 def keygen(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    name: Annotated[str, typer.Argument(metavar="DIR", help="Made if it is not there.")],
     as_json: AsJson = False,
 ) -> None:
     """Make the key pairs with which agents encrypt and know each other (curve_keys)."""
     from ec_connector.curve import make_keys
 
+    if not name:  # as an unset variable leaves it: not the directory we happen to be in
+        print("DIR is empty: name the directory that is to hold the keys", file=sys.stderr)
+        raise typer.Exit(2)
+    directory = Path(name)
     try:
         files = [str(path) for path in make_keys(directory)]
     except ConfigError as error:
@@ -182,9 +190,15 @@ def proxy(context: typer.Context) -> None:
 def _settings(text: str) -> Settings:
     """Settings from JSON or from a file; ends the command when there are none."""
     if not text.lstrip().startswith("{"):
+        if not text:  # not the directory we are in, as Path("") would be
+            print("no settings given: write a JSON object, or name a file", file=sys.stderr)
+            raise typer.Exit(2)
         try:
-            text = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(text).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            print(f"{text!r} is not UTF-8 text ({error}): save it as UTF-8", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except OSError as error:
             print(f"cannot read {text!r} (and it is no JSON object): {error}", file=sys.stderr)
             raise typer.Exit(2) from error
     try:

@@ -22,7 +22,7 @@ from ec_connector.errors import ConfigError
 
 MAX_TICKET_CHARS = 64
 MAX_KEYS = 2
-_KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 _PURPOSE = "ec_connector ticket 1"
 
 

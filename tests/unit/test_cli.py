@@ -216,3 +216,33 @@ def test_keygen(tmp_path: Path) -> None:
     assert run("keygen", str(tmp_path / "keys")).exit_code == 1
     assert run("keygen").exit_code == 2
     assert "curve_keys" in run("keygen", str(tmp_path / "more")).stdout
+
+
+@pytest.mark.parametrize("verb", [("config", "--check"), ("doctor", "--config")])
+def test_settings_that_cannot_be_read(verb: tuple[str, str], tmp_path: Path) -> None:
+    """An unset variable, another encoding, text too deep: a sentence, never a traceback."""
+    latin = tmp_path / "latin.json"
+    latin.write_bytes('{"bind_host": "caf\u00e9"}'.encode("latin-1"))
+    for text, status, why in (
+        ("", 2, "no settings given"),
+        (str(latin), 2, "save it as UTF-8"),
+        ('{"bind_host": "\udcff"}', 1, "not JSON"),
+        ('{"x":' + "[" * 5000 + "]" * 5000 + "}", 1, "not JSON"),
+    ):
+        result = run(*verb, text)
+        assert result.exit_code == status, text[:20]
+        assert why in result.stderr
+
+
+def test_settings_from_another_editor(tmp_path: Path) -> None:
+    """A byte order mark before the object is no error."""
+    file = tmp_path / "settings.json"
+    file.write_bytes(b'\xef\xbb\xbf{"port": 15000}')
+    assert run("config", "--check", str(file)).exit_code == 0
+
+
+def test_keygen_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty name makes no keys in the directory one happens to be in."""
+    monkeypatch.chdir(tmp_path)
+    assert run("keygen", "").exit_code == 2
+    assert list(tmp_path.iterdir()) == []

@@ -109,6 +109,7 @@ def test_messages_name_key_value_and_remedy(mapping: dict[str, Any], parts: list
         ("buffer_size", "'pool_size'"),
         ("ec_enable_nixl", "'planes'"),
         ("ec_ip", "beside ec_connector"),
+        ("ec_connector_extra_config", "only what stands in it"),
         ("engine_id", "beside ec_connector"),
         ("xyz", "the keys are pool_size, block_size"),
         (7, "unknown key 7"),
