@@ -124,6 +124,7 @@ class Agent:
         allowed = settings.allow_peers
         if tickets is not None and allowed == list(DEFAULT_ALLOW):
             allowed = ["*"]  # whoever a ticket names; what is never dialled stays so
+        self.transmitter = Transmitter(self.router, self.region, self.pool)
         self.producer = ProducerMachine(
             self.pool,
             self._identity,
@@ -136,6 +137,7 @@ class Agent:
             tickets=tickets,
             announced_at=(self.host, self.port),
             codecs=codecs,
+            behind=self.transmitter.behind,
         )
         self.consumer = ConsumerMachine(
             self.pool,
@@ -151,7 +153,6 @@ class Agent:
             codecs=codecs,
         )
         self.desk = SaveDesk(self.pool)
-        self.transmitter = Transmitter(self.router, self.region, self.pool)
         self.peers = PeerSockets(
             self._context,
             self._reactor,

@@ -7,8 +7,9 @@ end only then, however early the consumer or the clock ends the grant.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +23,13 @@ from ec_connector.protocol.messages import XferChunk, encode
 
 if TYPE_CHECKING:
     from ec_connector.codecs.work import Packed
+
+
+_LOOKED_AT = 64
+_SAMPLE = 16
+"""One transfer of so many is watched until it has left."""
+_SAMPLES_WAITING = 64
+"""A thousand small transfers, 64 MiB of copies at most: who has not read them asks too much."""
 
 
 def span_views(region: Region, span: Span) -> list[memoryview]:
@@ -47,6 +55,7 @@ class Transmitter:
         self._under_way: dict[str, list[zmq.MessageTracker]] = {}
         self._ending: dict[str, Entry] = {}
         self._reading: dict[str, list[Future[Any]]] = {}
+        self._samples: dict[bytes, deque[zmq.MessageTracker]] = {}
         self._packed: list[tuple[bytes, zmq.MessageTracker, int]] = []
         self.bytes_sent = 0
         self.bytes_saved = 0
@@ -56,12 +65,13 @@ class Transmitter:
 
     def send(self, effect: SendToConsumer) -> bool:
         """Queue one message. False when the peer cannot be reached any more."""
-        frames: list[bytes | memoryview] = [effect.peer, b"", encode(effect.message)]
+        frames: list[bytes | memoryview | zmq.Frame] = [effect.peer, b"", encode(effect.message)]
         payload = effect.payload
         if payload is not None:
             views = span_views(self._region, payload)
             # ZMQ frames are contiguous; an entry in pieces is joined, rarely and in small runs.
-            frames.append(views[0] if len(views) == 1 else b"".join(views))
+            data = views[0] if len(views) == 1 else b"".join(views)
+            frames.append(self._sampled(effect, data))
         try:
             tracker = self._router.send_multipart(
                 frames, zmq.NOBLOCK, copy=payload is None, track=payload is not None
@@ -96,6 +106,33 @@ class Transmitter:
             self._packed.append((effect.peer, tracker, nbytes))
         return True
 
+    def _sampled(
+        self, effect: SendToConsumer, data: bytes | memoryview
+    ) -> bytes | memoryview | zmq.Frame:
+        """Payload as it is to be sent; of some transfers so that it is seen whether it has left.
+
+        pyzmq copies a small frame, and then nobody can tell whether it still waits.
+        """
+        if len(data) >= zmq.COPY_THRESHOLD or hash(effect.grant) % _SAMPLE:
+            return data
+        frame = zmq.Frame(data, track=True, copy=False, copy_threshold=0)
+        if isinstance(frame.tracker, zmq.MessageTracker):
+            self._samples.setdefault(effect.peer, deque()).append(frame.tracker)
+        for peer in list(islice(self._samples, 2)):  # so that those of peers that are gone go too
+            samples = self._samples.pop(peer)
+            while samples and samples[0].done:
+                samples.popleft()
+            if samples:
+                self._samples[peer] = samples
+        return frame
+
+    def behind(self, peer: bytes) -> bool:
+        """Whether so much waits for this peer, in copies, that it should get no more for now."""
+        samples = self._samples.get(peer)
+        while samples and samples[0].done:
+            samples.popleft()
+        return samples is not None and len(samples) >= _SAMPLES_WAITING
+
     def packed_leaving(self) -> Counter[bytes]:
         """Packed bytes that were sent and are still in this process, by peer."""
         self._packed = [one for one in self._packed if not one[1].done]
@@ -112,13 +149,20 @@ class Transmitter:
         self.sweep(now)
 
     def sweep(self, now: float) -> None:
-        """Unpin grants that ended and whose frames have left by now."""
-        for grant in list(self._ending):
+        """Unpin grants that ended and whose frames have left by now.
+
+        So many are looked at in one call, the others in later ones: a peer that asks and does not
+        read must not slow down the loop with all that waits for it.
+        """
+        for grant in list(islice(self._ending, _LOOKED_AT)):
+            entry = self._ending.pop(grant)
             sent = all(tracker.done for tracker in self._under_way.get(grant, ()))
             if sent and all(future.done() for future in self._reading.get(grant, ())):
                 self._under_way.pop(grant, None)
                 self._reading.pop(grant, None)
-                self._pool.unpin(self._ending.pop(grant).generation, grant, now)
+                self._pool.unpin(entry.generation, grant, now)
+            else:
+                self._ending[grant] = entry  # behind the others
 
     def busy(self) -> bool:
         """Whether :meth:`sweep` must be called again although nothing else happens."""

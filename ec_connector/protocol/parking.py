@@ -32,6 +32,10 @@ class Parking:
         """Whether somebody must give way to a further request."""
         return len(self) >= self._places
 
+    def held_by(self, peer: bytes) -> int:
+        """How many requests of this peer wait."""
+        return len(self._held.get(peer, ()))
+
     def gives_way_to(self, peer: bytes) -> GrantKey | None:
         """The request that must go for one of this peer; None: this peer's share is used up."""
         most = max(self._held.values(), key=len, default={})

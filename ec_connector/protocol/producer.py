@@ -18,8 +18,11 @@ The states of a request are the table ``GRANT``.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
+
+from msgspec import structs
 
 from ec_connector.codecs.choice import EXACT, LOSS, NONE, aligned_chunk, choose, loss_of
 from ec_connector.errors import InternalError
@@ -48,6 +51,8 @@ from ec_connector.protocol.tickets import Tickets
 MAX_CHUNK_BYTES: Final = 16 * 1024 * 1024
 MIN_CHUNK_BYTES: Final = 4 * 1024
 MAX_PARK_SECONDS: Final = 600.0
+MAX_GRANTS_OF_PEER: Final = 1024
+"""Items that one connection may hold at one time, under whatever sessions; each is a pin."""
 
 
 class ProducerMachine:
@@ -66,6 +71,7 @@ class ProducerMachine:
         tickets: with them only requests are served that carry the item's ticket.
         announced_at: host and port that this producer's announcements name.
         codecs: what payload may be packed with over ZMQ; ``none``: it may go as it is.
+        behind: whether a peer has not read so much that it should get no more for now.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class ProducerMachine:
         tickets: Tickets | None = None,
         announced_at: tuple[str, int] = ("", 0),
         codecs: tuple[str, ...] = (NONE,),
+        behind: Callable[[bytes], bool] = lambda _peer: False,
     ) -> None:
         self._pool = pool
         self.identity = identity
@@ -93,6 +100,7 @@ class ProducerMachine:
         self._tickets = tickets
         self._announced_at = announced_at
         self._codecs = codecs
+        self._behind = behind
         self._grants: dict[GrantKey, Grant] = {}
         self._of_peer: dict[bytes, set[GrantKey]] = {}
         self._parking = Parking(max_parked)
@@ -119,6 +127,9 @@ class ProducerMachine:
             if self._tickets is not None:
                 text += ", or asked for without its ticket"
             return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_MISSING, text))]
+        if entry.ready and (self._granted_to(peer) >= MAX_GRANTS_OF_PEER or self._behind(peer)):
+            text = f"this peer holds {MAX_GRANTS_OF_PEER} items, or does not read what it asked for"
+            return [*effects, self._refuse(grant, _Refusal(XferStatus.NACK_NOT_READY, text))]
         if entry.ready:
             return [*effects, *self._grant(key, grant, entry, now)]
         if self._parking.full():
@@ -322,7 +333,12 @@ class ProducerMachine:
             grant.credit -= nbytes
         return effects
 
+    def _granted_to(self, peer: bytes) -> int:
+        return len(self._of_peer.get(peer, ())) - self._parking.held_by(peer)
+
     def _keep(self, key: GrantKey, grant: Grant) -> None:
+        # What the gate has read is the larger part of a request, and not needed any more.
+        grant.req = structs.replace(grant.req, fingerprint={}, compatibility_hash="", ticket="")
         self._grants[key] = grant
         self._of_peer.setdefault(grant.peer, set()).add(key)
 

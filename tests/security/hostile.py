@@ -68,7 +68,7 @@ class Victim:
         self.member = member
         self.pid = member.agent_pid
         self._asked = 1 << 20
-        self._memory = self.memory()
+        self.begun_with = self.memory()
 
     @property
     def port(self) -> int:
@@ -90,12 +90,8 @@ class Victim:
         status = Path(f"/proc/{self.pid}/status").read_text()
         return int(re.findall(r"RssAnon:\s+(\d+)", status)[0])
 
-    def remember(self) -> None:
-        """From here on its memory counts."""
-        self._memory = self.memory()
-
-    def assert_whole(self) -> None:
-        """It lives, holds nothing for anybody, and has not grown."""
+    def assert_whole(self, growth: int = GROWTH) -> None:
+        """It lives, holds nothing for anybody, and has not grown by more (KiB)."""
         assert self.member.agent_pid == self.pid, "the agent was lost"
 
         def at_rest() -> bool:
@@ -104,8 +100,8 @@ class Victim:
             return held == (0, 0, 0, 0)
 
         assert until(at_rest), self.stats()
-        grown = self.memory() - self._memory
-        assert grown < GROWTH, f"grown by {grown} KiB"
+        grown = self.memory() - self.begun_with
+        assert grown < growth, f"grown by {grown} KiB"
 
 
 # ── raw TCP ──────────────────────────────────────────────────────────────────

@@ -24,7 +24,12 @@ from ec_connector.protocol.messages import (
     decode_to_producer,
     encode,
 )
-from ec_connector.protocol.producer import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, ProducerMachine
+from ec_connector.protocol.producer import (
+    MAX_CHUNK_BYTES,
+    MAX_GRANTS_OF_PEER,
+    MIN_CHUNK_BYTES,
+    ProducerMachine,
+)
 
 BLOCKS, BLOCK = 64, 1024
 LEASE = 30.0
@@ -463,3 +468,39 @@ def test_a_nack_to_a_peer_of_base_fields_has_base_fields(bench: Bench) -> None:
     """No message, no factor: its decoder may not know them."""
     ack = ack_of(bench.ask(planes=[], credit_bytes=0, mm_hash="none"))
     assert ack == XferAck("none", XferStatus.NACK_MISSING, "s")
+
+
+# ── what one peer may hold ───────────────────────────────────────────────────
+
+
+def test_one_peer_holds_so_many_items(bench: Bench) -> None:
+    """Under whatever sessions; others are not concerned, and a place that is given back is free."""
+    bench.save()
+    for number in range(MAX_GRANTS_OF_PEER):
+        bench.machine.asked(ME, XferReq("a", "", f"s{number}", planes=["memory"]), 0.0)
+    assert ack_of(bench.ask()).status is XferStatus.NACK_NOT_READY
+    assert ack_of(bench.ask(b"other", session_id="t")).status is XferStatus.OK
+    # Asked again is no second one.
+    assert ack_of(bench.ask(session_id="s7", planes=["memory"])).status is XferStatus.OK
+    bench.done(bench.machine.done(ME, XferDone("s9", "a")))
+    assert ack_of(bench.ask()).status is XferStatus.OK
+
+
+def test_parked_requests_do_not_count(bench: Bench) -> None:
+    """They have a limit of their own."""
+    bench.reserve("b")
+    bench.save()
+    for number in range(MAX_GRANTS_OF_PEER):
+        bench.machine.asked(ME, XferReq("b", "", f"s{number}", timeout_ms=1000), 0.0)
+    assert ack_of(bench.ask()).status is XferStatus.OK
+
+
+def test_who_does_not_read_is_told_to_come_again() -> None:
+    """And gets what it asks for when it has read."""
+    behind = {ME}
+    bench = Bench(behind=behind.__contains__)
+    bench.save()
+    assert ack_of(bench.ask()).status is XferStatus.NACK_NOT_READY
+    assert ack_of(bench.ask(b"other", session_id="t")).status is XferStatus.OK
+    behind.clear()
+    assert ack_of(bench.ask()).status is XferStatus.OK
