@@ -13,6 +13,7 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -159,6 +160,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_parked: Annotated[
         int, _count(1, 1 << 20, "Requests that may wait for saves; peers share them evenly.")
     ] = 4096
+    proxy_url: Annotated[
+        str,
+        _text("Router (http://host:port) at which this engine registers, and leaves. Empty: none."),
+    ] = ""
+    http_url: Annotated[
+        str, _text("Where that router reaches this engine's own HTTP server: http://host:port.")
+    ] = ""
+    proxy_token: Annotated[
+        str, _text("File of the token that the router wants of those that register.")
+    ] = ""
     agent: Annotated[
         str,
         _text("Endpoint (ipc://...) of a running agent to use. Empty: start one.", agent=False),
@@ -190,6 +201,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"curve_allow={self.curve_allow!r} says who may connect, but without curve_keys "
                 "nobody has to prove who it is; set curve_keys too, or leave both out"
             )
+        _check_registration(self.proxy_url, self.http_url, self.proxy_token)
         if self.agent and not self.agent.startswith("ipc://"):
             raise ConfigError(
                 f"agent={self.agent!r} is not an endpoint; give the ipc://... text that the "
@@ -245,17 +257,24 @@ SETTING_KEYS: tuple[Key, ...] = keys_of(Settings)
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent process is told at its start, as JSON on its standard input.
 
-    ``owner_pid`` is the process with which it ends; 0: it runs on its own.
+    ``owner_pid`` is the process with which it ends; 0: it runs on its own. ``serves`` is what a
+    router may ask of the owner: ``"encode"``, ``"decode"``, both or nothing.
     """
 
     settings: Settings
     identity: Identity = Identity()
     owner_pid: int = 0
+    serves: tuple[str, ...] = ()
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
         if self.owner_pid < 0:
             raise ConfigError(f"owner_pid={self.owner_pid} is not a process; give a pid, or 0")
+        if self.settings.proxy_url and not self.serves:
+            raise ConfigError(
+                f"proxy_url={self.settings.proxy_url!r}: an agent alone serves no HTTP requests; "
+                "leave it out here, engines register through the agents that they start"
+            )
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(
                 f"log_level={self.log_level!r} is unknown; use one of {', '.join(LOG_LEVELS)}"
@@ -299,6 +318,28 @@ def _check_host(name: str, host: str) -> None:
                 f"{name}={host!r} is neither an IP address nor a host name; give it without "
                 f"scheme, brackets or port (the port has its own key)"
             ) from None
+
+
+def _check_registration(proxy_url: str, http_url: str, proxy_token: str) -> None:
+    given = {"proxy_url": proxy_url, "http_url": http_url, "proxy_token": proxy_token}
+    missing = [name for name, value in given.items() if not value]
+    if missing and len(missing) < len(given):
+        raise ConfigError(
+            f"{' and '.join(sorted(set(given) - set(missing)))} without {' and '.join(missing)}: "
+            "to register at a router all three are needed, for none leave all out"
+        )
+    for name, url in (("proxy_url", proxy_url), ("http_url", http_url)) if not missing else ():
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+            usable = usable and parts.port != 0 and not (parts.query or parts.fragment)
+            usable = usable and not (parts.path.strip("/") or parts.username or parts.password)
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ConfigError(
+                f"{name}={url!r} is not a server's root, such as http://10.0.0.7:8000"
+            )
 
 
 def _check_planes(planes: Sequence[str]) -> None:

@@ -69,13 +69,15 @@ LONGEST_FETCH = 86400.0
 class _Member:
     """What Producer and Consumer share: an agent, its region, one call at a time."""
 
-    def __init__(self, factors: Mapping[str, object] | None, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, factors: Mapping[str, object] | None, settings: Mapping[str, Any], serves: str
+    ) -> None:
         self.settings = Settings.parse(settings)
         self._tickets = load_tickets(self.settings.ticket_key)
         self._lock = threading.Lock()
         self._asked = 0
         identity = Identity(factors=usable_factors(factors or {}))
-        self._link = EngineLink(self.settings, identity, "client")
+        self._link = EngineLink(self.settings, identity, "client", serves=(serves,))
         self._welcome = self._link.start()
         try:
             self._region = Region.open(self._welcome.region, writable=True)
@@ -170,7 +172,7 @@ class Producer(_Member):
     """
 
     def __init__(self, *, factors: Mapping[str, object] | None = None, **settings: Any) -> None:
-        super().__init__(factors, settings)
+        super().__init__(factors, settings, "encode")
         self._calls = 0
 
     def put(
@@ -251,7 +253,7 @@ class Consumer(_Member):
     """
 
     def __init__(self, *, factors: Mapping[str, object] | None = None, **settings: Any) -> None:
-        super().__init__(factors, settings)
+        super().__init__(factors, settings, "decode")
 
     def fetch(
         self, key: str, announcement: Mapping[str, Any], timeout: float | None = None

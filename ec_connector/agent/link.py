@@ -59,10 +59,20 @@ class EngineLink:
             agent is used and none is started.
         identity: what this engine is to its peers.
         role: ``"scheduler"`` for an engine, ``"client"`` for anything else.
+        serves: what a router may ask of this engine, see ``AgentOptions``.
     """
 
-    def __init__(self, settings: Settings, identity: Identity, role: str = "scheduler") -> None:
-        self._options = AgentOptions(settings=settings, identity=identity, owner_pid=os.getpid())
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        role: str = "scheduler",
+        *,
+        serves: tuple[str, ...] = (),
+    ) -> None:
+        self._options = AgentOptions(
+            settings=settings, identity=identity, owner_pid=os.getpid(), serves=serves
+        )
         self._role = role
         self._client: AgentClient | None = None
         self._serving: AgentProcess | None = None  # whose end self._client is

@@ -25,6 +25,7 @@ from ec_connector.agent.packing import Packer, Unpacker, Workers, codecs_here, w
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.receive import has_message, take_answer, take_request
+from ec_connector.agent.registration import Registration
 from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter, span_views
 from ec_connector.codecs.choice import NONE
@@ -85,8 +86,8 @@ class Agent:
     Raises:
         RegionError: the pool's memory cannot be had.
         AgentStartError: the port is taken, or the address cannot be bound.
-        ConfigError: a file of ``curve_keys``, ``curve_allow`` or ``ticket_key`` cannot be used,
-            or none of ``codecs``.
+        ConfigError: a file of ``curve_keys``, ``curve_allow``, ``ticket_key`` or ``proxy_token``
+            cannot be used, or none of ``codecs``.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -171,6 +172,9 @@ class Agent:
         self._stopping = False
         self._dropped_frames = 0
         self._reactor.add(self.router, self._read_consumers)
+        self._registration = (
+            Registration(settings, options.serves, self.agent_id) if settings.proxy_url else None
+        )
 
     # ── life ─────────────────────────────────────────────────────────────────
 
@@ -183,6 +187,8 @@ class Agent:
         wake_out, wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         previous = signal.set_wakeup_fd(wake_in, warn_on_full_buffer=False)
         self._reactor.add(wake_out, lambda: None)  # what it woke for is seen by the loop below
+        if self._registration is not None:
+            self._registration.start()
         try:
             while not (self._stopping or self._orphan):
                 self.turn(self._patience())
@@ -218,7 +224,9 @@ class Agent:
         self._do(self.consumer.room(now), now)
 
     def close(self) -> None:
-        """Close every socket and give the memory back."""
+        """Leave the router, close every socket and give the memory back."""
+        if self._registration is not None:
+            self._registration.close()
         self._workers.close()
         self.clients.close()
         self.peers.close_all()

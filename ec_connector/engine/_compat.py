@@ -73,6 +73,11 @@ class EngineFacts:
     always_delivers: bool = False
     engine_id: str = ""
 
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """What a router may ask of this engine."""
+        return ("encode",) * self.is_producer + ("decode",) * self.is_consumer
+
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:

@@ -131,7 +131,7 @@ class SchedulerSide:
     def of(cls, vllm_config: Any) -> SchedulerSide:
         """For an engine with this configuration. Raises ConfigError, AgentStartError."""
         facts = engine_facts(vllm_config)
-        link = EngineLink(facts.settings, facts.identity)
+        link = EngineLink(facts.settings, facts.identity, serves=facts.serves)
         side = cls(facts, link, ItemFields(vllm_config.model_config))
         side._unwatch = watch_resets(side.emptied)
         return side
