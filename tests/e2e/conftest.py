@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    from ec_connector.curve import make_keys
     from ec_connector.demo.chat import Answer, Body, ask
     from ec_connector.demo.crew import CONSUMER, PRODUCER
     from ec_connector.demo.models import make_llava, make_qwen2_vl
@@ -57,13 +58,17 @@ SMALL_POOL = {"pool_size": "128MiB"}
 
 @dataclass(frozen=True)
 class Role:
-    """How to start an engine. ``model`` is a key of :attr:`Fleet.models`."""
+    """How to start an engine. ``model`` is a key of :attr:`Fleet.models`.
+
+    ``secured``: with keys and tickets, those of :attr:`Fleet.secrets`.
+    """
 
     ec: Mapping[str, Any] | None = None
     model: str = "qwen"
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    secured: bool = False
 
 
 def roles() -> dict[str, Role]:
@@ -84,9 +89,12 @@ def roles() -> dict[str, Role]:
         "alone": Role(),
         "producer": Role(PRODUCER),
         "consumer": Role(CONSUMER, options=chunked),
-        "both": Role(both, options=trusting),
+        "both": Role(both, options=trusting, secured=True),
         "both-cramped": Role(
-            both, options=(*cramped, *trusting), settings={"fetch_timeout": "30s"}
+            both,
+            options=(*cramped, *trusting),
+            settings={"fetch_timeout": "30s"},
+            secured=True,
         ),
         "both-v2": Role(both, env=V2_ENV),
         "consumer-v2": Role(CONSUMER, env=V2_ENV),
@@ -125,9 +133,12 @@ class Fleet:
 
     MOST = 3
 
-    def __init__(self, servers: Servers, models: Mapping[str, Path]) -> None:
+    def __init__(
+        self, servers: Servers, models: Mapping[str, Path], secrets: Mapping[str, str]
+    ) -> None:
         self.servers = servers
         self.models = models
+        self.secrets = secrets
         self._roles = roles()
         self._running: dict[str, Server] = {}  # the least recently used first
 
@@ -158,13 +169,13 @@ class Fleet:
 
     def _start(self, name: str) -> Server:
         role, port = self._roles[name], free_ports(1)[0]
+        settings = {**SMALL_POOL, **role.settings, **(self.secrets if role.secured else {})}
         command = vllm_command(
             self.models[role.model],
             port,
             *COUNTING_OPTIONS,
             *role.options,
-            ec=role.ec
-            and {**role.ec, "ec_connector_extra_config": {**SMALL_POOL, **role.settings}},
+            ec=role.ec and {**role.ec, "ec_connector_extra_config": settings},
         )
         # As many cores apart as there are: a producer and its consumer never share one.
         env = {**vllm_env(len(self._running)), **COUNTING_ENV, **role.env}
@@ -180,8 +191,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "other": make_qwen2_vl(folder / "other-qwen2-vl", seed=1),
         "llava": make_llava(folder / "tiny-llava"),
     }
+    make_keys(folder / "keys")
+    secrets = {
+        "curve_keys": str(folder / "keys"),
+        "ticket_key": str(folder / "keys" / "ticket_key"),
+    }
     with Servers() as servers:
-        yield Fleet(servers, models)
+        yield Fleet(servers, models, secrets)
     # vLLM itself leaves the shared memory of an engine of several ranks.
     assert [line for line in servers.leftovers if "vllm_dist_" not in line] == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines that both encode and decode, one of them with room for next to nothing.
+"""Two engines that both encode and decode, with keys and tickets; one has room for next to nothing.
 
 Its encoder cache holds one image of the largest size, it has too few KV blocks for two long
 requests, and no prefix cache. Answers are compared with those of the same engine when it encodes
@@ -9,7 +9,7 @@ for itself.
 from __future__ import annotations
 
 import http.client
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ from ec_connector.demo.measure import FETCHED_ITEMS
 from ec_connector.demo.questions import Album
 from ec_connector.demo.readings import encoded_pictures, growth, metrics, settled_metrics
 from ec_connector.demo.servers import Server
+from ec_connector.errors import FetchError, ItemMissingError, PeerRefusedError
 from ec_connector.proxy.rewrite import count_announced, decode_body, metadata_only
 from ec_connector.testing import FakeProducer
 from tests.e2e.test_lives import at_rest, send
@@ -56,14 +57,27 @@ def without_media(body: Body, announced: Body) -> Body:
     return sent
 
 
-def parked(late: FakeProducer, announced: Body) -> Body:
+@pytest.fixture
+def late(fleet: Any) -> Iterator[FakeProducer]:
+    """A producer of the same fleet that saves when it is told to."""
+    with FakeProducer(pool_size="16MiB", **fleet.secrets) as producer:
+        yield producer
+
+
+@pytest.fixture
+def reader(fleet: Any) -> Iterator[Consumer]:
+    """Somebody else of the same fleet who reads encodings."""
+    with Consumer(pool_size="16MiB", **fleet.secrets) as consumer:
+        yield consumer
+
+
+def parked(late: FakeProducer, reader: Consumer, announced: Body) -> Body:
     """The announcement of the same items by a producer that has not saved them yet."""
     moved = {}
-    with Consumer(pool_size="16MiB") as reader:
-        for key, entry in announced.items():
-            place = late.announce(key, reader.fetch(key, entry), entry["dtype"])
-            there = {name: place[name] for name in ("peer_host", "peer_port")}
-            moved[key] = {**entry, **there}
+    for key, entry in announced.items():
+        place = late.announce(key, reader.fetch(key, entry), entry["dtype"])
+        there = {name: place[name] for name in ("peer_host", "peer_port", "ticket")}
+        moved[key] = {**entry, **there}
     return moved
 
 
@@ -98,8 +112,34 @@ def test_both_ways(
     assert [one.token_ids for one in loaded] == alone(consumer, bodies)
 
 
+def test_who_has_no_key_or_no_ticket_gets_nothing(
+    both: list[Server], album: Album, encode: Encode, reader: Consumer, fleet: Any
+) -> None:
+    """What this fleet's members read, others do not, and the engine says so."""
+    producer, _ = both
+    ((key, entry),) = encode(producer, chat_body([album.photo(*SMALL)], PROMPT)).items()
+    assert reader.fetch(key, entry).shape == tuple(entry["shape"])
+    unsigned = {name: value for name, value in entry.items() if name != "ticket"}
+    refused = agent_stats(producer)
+    with Consumer(pool_size="16MiB") as stranger, pytest.raises(FetchError):
+        stranger.fetch(key, entry, timeout=3.0)
+    keys = {"curve_keys": fleet.secrets["curve_keys"], "allow_peers": ["*"]}
+    with Consumer(pool_size="16MiB", **keys) as member, pytest.raises(ItemMissingError):
+        member.fetch(key, unsigned)
+    with pytest.raises(PeerRefusedError):
+        reader.fetch(f"{key}-", entry)
+    after = agent_stats(producer)
+    for name in ("peers_handshake_failed", "tickets_refused"):
+        assert after.get(name, 0) > refused.get(name, 0), name
+
+
 def test_preempted_request_loads_its_items_again(
-    both: list[Server], album: Album, encode: Encode, decode: Decode
+    both: list[Server],
+    album: Album,
+    encode: Encode,
+    decode: Decode,
+    late: FakeProducer,
+    reader: Consumer,
 ) -> None:
     """Two requests take the KV blocks from each other, and the images the room in the cache."""
     producer, consumer = both
@@ -107,8 +147,11 @@ def test_preempted_request_loads_its_items_again(
     own = [encode(producer, body) for body in bodies]
     sent = [without_media(body, one) for body, one in zip(bodies, own, strict=True)]
     encoded, before = encoded_pictures(consumer.url), metrics(consumer.url)
-    with FakeProducer(pool_size="16MiB") as late, ThreadPoolExecutor(1) as asking:
-        asked = [decode_body(body, parked(late, one)) for body, one in zip(sent, own, strict=True)]
+    with ThreadPoolExecutor(1) as asking:
+        asked = [
+            decode_body(body, parked(late, reader, one))
+            for body, one in zip(sent, own, strict=True)
+        ]
         waiting = asking.submit(ask_all, consumer.url, asked)
         all_wait = eventually(lambda: metrics(consumer.url)[WAITING] == len(asked), 20.0)
         for key in [key for one in own for key in one]:  # so that both begin in one step
@@ -169,25 +212,29 @@ def test_item_whose_media_vllm_only_believes_to_have(
 
 
 def test_hundred_clients_leave_while_ten_items_are_parked(
-    both: list[Server], album: Album, encode: Encode, decode: Decode
+    both: list[Server],
+    album: Album,
+    encode: Encode,
+    decode: Decode,
+    late: FakeProducer,
+    reader: Consumer,
 ) -> None:
     """Nothing is left of them at the consumer, nor at the producer that has yet to save."""
     producer, consumer = both
     bodies = [chat_body([album.photo(*SMALL)], PROMPT) for _ in range(PHOTOS)]
     own = [encode(producer, body) for body in bodies]
-    with FakeProducer(pool_size="16MiB") as late:
-        waiting = [
-            decode_body(without_media(body, one), parked(late, one))
-            for body, one in zip(bodies, own, strict=True)
-        ]
-        given_up = [send(consumer.url, body) for body in waiting * (ABORTS // PHOTOS)]
-        assert eventually(lambda: metrics(consumer.url)[WAITING] == ABORTS, 20.0)
-        assert agent_stats(consumer)["fetching"] == PHOTOS
-        for connection in given_up:
-            connection.close()
-        assert eventually(lambda: at_rest(consumer), QUIET_SECONDS), agent_stats(consumer)
-        assert eventually(lambda: metrics(consumer.url)[WAITING] == 0, QUIET_SECONDS)
-        for announced in own:  # saved for nobody now: nothing is sent, and all is well
-            late.land(*announced)
+    waiting = [
+        decode_body(without_media(body, one), parked(late, reader, one))
+        for body, one in zip(bodies, own, strict=True)
+    ]
+    given_up = [send(consumer.url, body) for body in waiting * (ABORTS // PHOTOS)]
+    assert eventually(lambda: metrics(consumer.url)[WAITING] == ABORTS, 20.0)
+    assert agent_stats(consumer)["fetching"] == PHOTOS
+    for connection in given_up:
+        connection.close()
+    assert eventually(lambda: at_rest(consumer), QUIET_SECONDS), agent_stats(consumer)
+    assert eventually(lambda: metrics(consumer.url)[WAITING] == 0, QUIET_SECONDS)
+    for announced in own:  # saved for nobody now: nothing is sent, and all is well
+        late.land(*announced)
     sent = without_media(bodies[0], own[0])
     assert [decode(consumer, sent, own[0]).token_ids] == alone(consumer, bodies[:1])
