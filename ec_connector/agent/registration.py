@@ -12,11 +12,10 @@ import logging
 import threading
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from ec_connector.config import Settings
-from ec_connector.errors import ConfigError
+from ec_connector.token_file import load_token
 
 logger = logging.getLogger("vllm.ec_connector.agent")
 
@@ -25,30 +24,6 @@ RETRY_SECONDS = 2.0
 LEAVE_SECONDS = 0.5
 """The agent's owner waits for its end."""
 _MAX_BYTES = 4096
-
-
-def load_token(name: str) -> str:
-    """The token in the file of ``proxy_token``.
-
-    Raises:
-        ConfigError: the file is unreadable, readable by everybody, or holds no single line.
-    """
-    path = Path(name)
-    try:
-        if path.stat().st_mode & 0o007:
-            raise ConfigError(f"proxy_token={name!r} can be read by every user: chmod 600 {name}")
-        with path.open(encoding="ascii") as file:
-            token = file.read(_MAX_BYTES).strip()
-    except OSError as error:
-        raise ConfigError(f"proxy_token={name!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        token = ""
-    if len(token) < 16 or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"proxy_token={name!r} holds no token: write one line of 16 or more letters and "
-            "digits, for example by: openssl rand -hex 32"
-        )
-    return token
 
 
 class Registration:
@@ -66,7 +41,7 @@ class Registration:
     def __init__(self, settings: Settings, serves: tuple[str, ...], agent_id: str) -> None:
         self._place = f"{settings.proxy_url.rstrip('/')}/instances"
         self._words = {"url": settings.http_url, "serves": list(serves), "id": agent_id}
-        self._token = load_token(settings.proxy_token)
+        self._token = load_token("proxy_token", settings.proxy_token)
         # Without the environment's HTTP proxies: this is a neighbour.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
         self._known: str | None = None

@@ -9,7 +9,7 @@
 ``/v1/models``            a decoder's answer
 ``/health``               200: the router lives
 ``/ready``                200 while a decoder is healthy; says which servers are
-``/instances``            the servers it knows
+``/instances``            the servers it knows; POST and DELETE: one comes, one leaves
 ``/metrics``              Prometheus text
 ========================  ==========================================================
 """
@@ -18,26 +18,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ec_connector.proxy.budget import Budget
+from ec_connector.proxy.budget import Budget, OverloadError
 from ec_connector.proxy.counters import Counters
 from ec_connector.proxy.decoding import Call, Decoders
 from ec_connector.proxy.encoding import Encoders
 from ec_connector.proxy.flow import Flow
 from ec_connector.proxy.headers import with_request_id
 from ec_connector.proxy.instances import Instances, Role
-from ec_connector.proxy.intake import Answering, until_disconnect
+from ec_connector.proxy.intake import Answering, RefusedError, read_body, until_disconnect
 from ec_connector.proxy.options import Options
 from ec_connector.proxy.probes import probe
+from ec_connector.proxy.registrar import MAX_BYTES, Registrar
 from ec_connector.proxy.upstream import Upstream
+from ec_connector.token_file import load_token
 
 ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -53,6 +56,7 @@ def build_app(options: Options) -> Starlette:
             Route("/health", router.health),
             Route("/ready", router.ready),
             Route("/instances", router.described),
+            Route("/instances", router.register, methods=["POST", "DELETE"]),
             Route("/metrics", router.metrics),
         ],
         lifespan=router.lifespan,
@@ -70,6 +74,10 @@ class Router:
         for role in Role:
             for url, ranks in getattr(options, role):
                 self.instances.add(role, url, ranks)
+        token = options.register_token
+        self.registrar = Registrar(
+            self.instances, load_token("--register-token", token) if token else ""
+        )
         self.upstream: Upstream
         self.encoders: Encoders
         self.decoders: Decoders
@@ -80,13 +88,22 @@ class Router:
         self.upstream = Upstream(options)
         self.encoders = Encoders(instances, self.upstream, counters, options.encode_timeout)
         self.decoders = Decoders(instances, self.upstream, counters, options)
-        probing = asyncio.create_task(probe(instances, self.upstream, options.probe_interval))
+        tasks = {
+            asyncio.create_task(probe(instances, self.upstream, options.probe_interval)),
+            asyncio.create_task(self._expire()),
+        }
         try:
             yield
         finally:
-            probing.cancel()
-            await asyncio.wait({probing})
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await self.upstream.close()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self.registrar.expire(time.monotonic())
 
     async def health(self, _request: Request) -> Response:
         return Response()
@@ -103,6 +120,22 @@ class Router:
 
     async def described(self, _request: Request) -> Response:
         return JSONResponse({"instances": self.instances.described()})
+
+    async def register(self, request: Request) -> Response:
+        try:
+            with self.budget.request() as share:
+                raw = bytes(await read_body(request, MAX_BYTES, share))
+            words = self.registrar.read(request.headers.get("authorization", ""), raw)
+            if request.method == "DELETE":
+                self.registrar.leave(words)
+                return JSONResponse({})
+            healthy = await self.upstream.healthy(words.url)
+            ttl = self.registrar.renew(words, healthy=healthy, now=time.monotonic())
+        except OverloadError as error:
+            return PlainTextResponse(str(error), 503)
+        except RefusedError as error:
+            return PlainTextResponse(str(error), error.status)
+        return JSONResponse({"ttl": ttl, "healthy": healthy})
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self.counters.text(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -25,6 +25,7 @@ from ec_connector.proxy.intake import (
 from ec_connector.proxy.payload import parse
 from ec_connector.proxy.replies import error_answer, send_answer
 from ec_connector.proxy.rewrite import Body
+from ec_connector.proxy.tenants import apart, tenant_of
 
 if TYPE_CHECKING:
     from ec_connector.proxy.app import Router
@@ -98,9 +99,13 @@ class Flow:
             body = None
         if not isinstance(body, dict):
             raise RefusedError(400, "the request body is not a JSON object")
-        own = rewrite.PARAMS in body
-        if own:
-            body = rewrite.decode_body(body, None)
+        sent, tenant = body, ""
+        body = rewrite.decode_body(body, None)
+        if header := self._router.options.tenant_header:
+            tenant = tenant_of(call.headers, header)
+            body = apart(body, tenant)
+        own = body != sent
+        del sent
         found = media.items(call.route, body)
         if not found and not own:
             del body  # its bytes are enough
@@ -110,10 +115,12 @@ class Flow:
         if not found:
             await self._router.decoders.answer(call, [Version(body)])
             return "text"
-        await self._router.decoders.answer(call, await self._encoded(body, found, call))
+        await self._router.decoders.answer(call, await self._encoded(body, found, call, tenant))
         return "media"
 
-    async def _encoded(self, body: Body, found: list[media.Item], call: Call) -> list[Version]:
+    async def _encoded(
+        self, body: Body, found: list[media.Item], call: Call, tenant: str
+    ) -> list[Version]:
         """The request with what encoders announced, if they did, and as it is without."""
         counters = self._router.counters
         counters.items.inc(len(found))
@@ -122,9 +129,9 @@ class Flow:
         if chat:
             many = media.size(found) > IN_THREAD
             named = (
-                await asyncio.to_thread(media.identified, body)
+                await asyncio.to_thread(media.identified, body, tenant)
                 if many
-                else (media.identified(body))
+                else media.identified(body, tenant)
             )
             plain = Version(media.anonymous(body))
             found = media.items(media.CHAT, named)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ec_connector.proxy.rewrite import MODALITY_OF, Body, media_parts, with_parts
+from ec_connector.proxy.tenants import scoped
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
@@ -33,14 +34,15 @@ class Item:
     key: str
 
 
-def identified(body: Body) -> Body:
+def identified(body: Body, tenant: str = "") -> Body:
     """A chat request whose inline images and clips say what they are by a ``uuid``.
 
     It is made of the content as it was sent: nothing is decoded. Parts with a ``uuid`` of the
     client's keep it. Media behind a URL get none, because the content there can change; nor do
-    videos, whose sound vLLM may take as one more item of the same ``uuid``.
+    videos, whose sound vLLM may take as one more item of the same ``uuid``. With a ``tenant`` the
+    same content of another is something else.
     """
-    return _with_uuids(body, give=True)
+    return _with_uuids(body, give=True, tenant=tenant)
 
 
 def anonymous(body: Body) -> Body:
@@ -78,7 +80,7 @@ def size(found: list[Item]) -> int:
     return sum(len(_media(item.part)) for item in found)
 
 
-def _with_uuids(body: Body, *, give: bool) -> Body:
+def _with_uuids(body: Body, *, give: bool, tenant: str = "") -> Body:
     places = {(m, p): modality for m, p, modality in media_parts(body)}
     changed: dict[tuple[int, int], Body] = {}
     for (m, p), modality in places.items():
@@ -88,7 +90,8 @@ def _with_uuids(body: Body, *, give: bool) -> Body:
         if claimed:
             part = {name: value for name, value in part.items() if name != "uuid"}
         if give and modality != "video" and part.get("uuid") is None and _is_inline(part):
-            part = {**part, "uuid": OWN + _digest(modality, part)}
+            digest = _digest(modality, part)
+            part = {**part, "uuid": OWN + (scoped(tenant, digest) if tenant else digest)}
         elif not claimed:
             continue
         changed[m, p] = part

@@ -36,10 +36,12 @@ class Options:
     health checks of a server. ``max_body`` in bytes: a larger request is answered 413, and
     one that takes longer than ``body_timeout`` to arrive 408. While ``max_requests`` requests or
     ``max_bytes`` bytes of their bodies are under way, further ones are answered 503.
+    ``register_token``: file of the token with which servers may register themselves; ``encode``
+    and ``decode`` may then be empty. ``tenant_header``: the request's header that names its tenant.
     """
 
-    encode: tuple[Address, ...]
-    decode: tuple[Address, ...]
+    encode: tuple[Address, ...] = ()
+    decode: tuple[Address, ...] = ()
     prefill: tuple[Address, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -54,6 +56,8 @@ class Options:
     max_body: int = 64 * 1024 * 1024
     max_bytes: int = 1024 * 1024 * 1024
     max_requests: int = 4096
+    register_token: str = ""
+    tenant_header: str = ""
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -70,8 +74,11 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     if path is not None:
         given = {**_from_file(parser, path), **given}
     for name in ("encode", "decode"):
-        if not given.get(name):
-            parser.error(f"--{name} is missing: give one URL or more")
+        if not given.get(name) and not given.get("register_token"):
+            parser.error(
+                f"--{name} is missing: give one URL or more, or --register-token FILE and have "
+                "servers register themselves"
+            )
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
@@ -123,6 +130,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"most bytes of requests under way ({format_size(Options.max_bytes)})")  # fmt: skip
     add("--max-requests", metavar="N", type=_count,
         help=f"most requests under way ({Options.max_requests})")  # fmt: skip
+    add(
+        "--register-token",
+        metavar="FILE",
+        help="let servers register themselves (proxy_url) that know this file's token",
+    )
+    add("--tenant-header", metavar="NAME",
+        help="header that names a request's tenant, set by whoever lets clients in; no tenant "
+             "can then use the identifiers (uuid) of another")  # fmt: skip
     return parser
 
 
@@ -157,16 +172,26 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _address(text: str) -> Address:
+def root_url(text: str) -> str:
+    """A server's root as the router writes it. Raises ValueError."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8101")
-    if parts.path.strip("/") or parts.query:
-        raise argparse.ArgumentTypeError(f"{text!r}: give the server's root, without a path")
-    name, _, ranks = parts.fragment.partition("=")
-    if parts.fragment and (name != "ranks" or not ranks.isdecimal() or not 1 <= int(ranks) <= 4096):
+        raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:8101")
+    if parts.path.strip("/") or parts.query or parts.fragment:
+        raise ValueError(f"{text!r}: give the server's root, without a path")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _address(text: str) -> Address:
+    url, hash_, fragment = text.partition("#")
+    try:
+        root = root_url(url)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    name, _, ranks = fragment.partition("=")
+    if hash_ and (name != "ranks" or not ranks.isdecimal() or not 1 <= int(ranks) <= 4096):
         raise argparse.ArgumentTypeError(f"{text!r}: after # comes ranks=N, as in #ranks=4")
-    return Address(f"{parts.scheme}://{parts.netloc}", int(ranks or 1))
+    return Address(root, int(ranks or 1))
 
 
 def _port(text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import uvicorn
 
+from ec_connector.errors import ConfigError
 from ec_connector.proxy.app import build_app
 from ec_connector.proxy.options import Address, Options
 
@@ -18,8 +19,13 @@ logger = logging.getLogger("vllm.ec_connector.proxy")
 
 
 def serve(options: Options) -> int:
-    """Serve until SIGINT or SIGTERM. Returns 0, or 1 when the address is not to be had."""
+    """Serve until SIGINT or SIGTERM. Returns 0, or 1 when it cannot; the log says why."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s %(message)s")
+    try:
+        prepared = server(options)
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
@@ -30,12 +36,12 @@ def serve(options: Options) -> int:
         shown = f"[{host}]" if ":" in host else host
         logger.info(
             "router on http://%s:%d, encode %s, decode %s",
-            shown, port, _urls(options.encode), _urls(options.decode),
+            shown, port, _urls(options.encode) or "-", _urls(options.decode) or "-",
         )  # fmt: skip
         # uvicorn raises the signal again after an orderly end: 0 then, not "killed".
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
-            server(options).run(sockets=[listener])
+            prepared.run(sockets=[listener])
     return 0
 
 
@@ -50,7 +56,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def server(options: Options) -> uvicorn.Server:
-    """The server around the application, not yet running."""
+    """The server around the application, not yet running. Raises ConfigError."""
     return uvicorn.Server(
         uvicorn.Config(
             build_app(options),

@@ -19,11 +19,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ec_connector.agent.registration import load_token
 from ec_connector.config import Settings
 from ec_connector.curve import load_keys, make_keys
 from ec_connector.proxy.options import parse_options
 from ec_connector.ticket_file import load_tickets
+from ec_connector.token_file import load_token
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 KUBERNETES = EXAMPLES / "kubernetes"
@@ -189,7 +189,7 @@ def test_secrets_as_they_are_mounted(name: str, tmp_path: Path) -> None:
         (mounted / file).symlink_to(f"..data/{file}")
     if name == "ec-router":
         token = parse_options(container(name)["args"]).register_token
-        assert load_token(token.replace(MOUNT, str(mounted)))
+        assert load_token("--register-token", token.replace(MOUNT, str(mounted)))
         assert sorted(os.listdir(hidden)) == ["proxy_token"]
         return
     settings = settings_of(container(name)["args"])
@@ -201,7 +201,7 @@ def test_secrets_as_they_are_mounted(name: str, tmp_path: Path) -> None:
     serves = name == "ec-producer"
     assert (credentials.server is not None, credentials.client is not None) == (serves, not serves)
     assert load_tickets(here["ticket_key"]) is not None
-    assert load_token(here["proxy_token"]) == "0123456789abcdef"
+    assert load_token("proxy_token", here["proxy_token"]) == "0123456789abcdef"
 
 
 def test_no_pod_is_more_than_it_needs_to_be() -> None:
@@ -241,7 +241,9 @@ def test_compose() -> None:
         assert "ports" not in services[name]
     options = parse_options(services["router"]["command"])
     for given, role in ((options.encode, "ec_producer"), (options.decode, "ec_consumer")):
-        assert {f"http://{name}:8000" for name, one in roles.items() if one == role} == set(given)
+        assert {f"http://{name}:8000" for name, one in roles.items() if one == role} == {
+            address.url for address in given
+        }
     for one in services.values():
         assert (EXAMPLES / "compose" / one["build"]["context"] / "Dockerfile").exists()
         assert set(one["networks"]) <= set(compose["networks"])
