@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ec_connector.errors import ConfigError
+from ec_connector.key_file import check_key_file
 
 _MAX_BYTES = 4096
 _LEAST_CHARS = 16
@@ -15,12 +16,12 @@ def load_token(setting: str, name: str) -> str:
     """The token in the file ``name``, which ``setting`` names.
 
     Raises:
-        ConfigError: the file is unreadable, readable by everybody, or holds no single line.
+        ConfigError: the file is unreadable, no regular file, readable by everybody, or holds
+            no single line.
     """
     path = Path(name)
+    check_key_file(path, f"{setting}={name!r}", secret=True)
     try:
-        if path.stat().st_mode & 0o007:
-            raise ConfigError(f"{setting}={name!r} can be read by every user: chmod 600 {name}")
         with path.open(encoding="ascii") as file:
             token = file.read(_MAX_BYTES).strip()
     except OSError as error:
