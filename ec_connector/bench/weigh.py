@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ec_connector.bench.stats import median
+from ec_connector.bench.stats import median, quantile
 
 SCHEMA = 1
 
@@ -63,7 +63,11 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """Medians in seconds. ``own_encode``: what the decoder saves by pulling, the fetch aside."""
+    """Medians in seconds. ``own_encode``: what the decoder saves by pulling, the fetch aside.
+
+    ``spread``: in how wide a range the middle half of ``rest`` or of ``local`` lies, whichever
+    is wider. What is no larger than it is not known.
+    """
 
     encode: float
     pulled: float
@@ -71,6 +75,12 @@ class Parts(msgspec.Struct, frozen=True):
     local: float
     rest: float
     own_encode: float
+    spread: float
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the encoder run cannot be told from what else happened meanwhile."""
+        return self.own_encode <= self.spread
 
 
 class Balance(msgspec.Struct, frozen=True):
@@ -91,8 +101,9 @@ class Balance(msgspec.Struct, frozen=True):
 
 def parts(trips: Sequence[Trip]) -> Parts:
     """What the trips come down to. Raises ValueError without trips."""
-    rest = median([trip.pulled - trip.fetch for trip in trips])
-    local = median([trip.local for trip in trips])
+    rests = [trip.pulled - trip.fetch for trip in trips]
+    locals_ = [trip.local for trip in trips]
+    rest, local = median(rests), median(locals_)
     return Parts(
         encode=median([trip.encode for trip in trips]),
         pulled=median([trip.pulled for trip in trips]),
@@ -100,7 +111,13 @@ def parts(trips: Sequence[Trip]) -> Parts:
         local=local,
         rest=rest,
         own_encode=local - rest,
+        spread=max(_middle_half(rests), _middle_half(locals_)),
     )
+
+
+def _middle_half(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return quantile(ordered, 0.75) - quantile(ordered, 0.25)
 
 
 def slowest_link(link_nbytes: float, fetch: float, own_encode: float) -> float | None:

@@ -23,8 +23,15 @@ def show(console: Console, comparison: Comparison) -> None:
     _parts(console, whole, len(comparison.trips))
     balances = weigh(comparison)
     _ways(console, whole, balances)
-    for balance in balances:
-        console.print(sentence(balance, whole))
+    if whole.noisy:
+        console.print(
+            f"no answer: the encoder run, {_ms(whole.own_encode)} by the medians, is lost in times "
+            f"that differ by {_ms(whole.spread)} from one to the next (middle half); try a quieter "
+            f"machine, more --rounds, larger pictures"
+        )
+    else:
+        for balance in balances:
+            console.print(sentence(balance, whole))
     for note in comparison.notes:
         console.print(f"note: {note}")
 

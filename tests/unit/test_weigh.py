@@ -40,7 +40,7 @@ ZSTD = Move("zmq", "zstd", [0.013, 0.013, 0.013], 1e6, 0.6e6)
 MEMORY = Move("memory", "none", [0.001], 1e6, 0)
 TRIPS = [
     Trip(encode=0.2, pulled=0.053, fetch=0.003, local=0.1),
-    Trip(encode=0.3, pulled=0.055, fetch=0.005, local=0.2),
+    Trip(encode=0.3, pulled=0.055, fetch=0.005, local=0.16),
     Trip(encode=0.1, pulled=0.059, fetch=0.009, local=0.15),
 ]
 
@@ -94,6 +94,19 @@ def test_nothing_measured() -> None:
     """No figures are made up."""
     with pytest.raises(ValueError, match="no values"):
         weigh(Comparison([], [ZMQ]))
+
+
+def test_noise() -> None:
+    """Where times differ by more than the encoder run takes, nothing is concluded from them."""
+    assert not parts(TRIPS).noisy
+    wild = [*TRIPS, Trip(0.1, 0.5, 0.01, 0.15), Trip(0.1, 0.6, 0.01, 0.15)]
+    whole = parts(wild)
+    assert whole.spread == pytest.approx(0.44)
+    assert whole.noisy
+    out = io.StringIO()
+    show(Console(file=out, width=200), Comparison(wild, [ZMQ]))
+    assert "no answer: the encoder run" in out.getvalue()
+    assert "stops paying" not in out.getvalue()
 
 
 # ── words and pictures ───────────────────────────────────────────────────────
