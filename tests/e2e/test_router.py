@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router before two encoders and a decoder, asked by the official client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="the client that is tested; in the test extra")
+
+from ec_connector.demo.chat import Body, ask, chat_body  # noqa: E402
+from ec_connector.demo.questions import Album  # noqa: E402
+from ec_connector.demo.readings import encoded_pictures, metrics  # noqa: E402
+from ec_connector.demo.servers import Server, free_ports  # noqa: E402
+from ec_connector.proxy.instances import Instances, Role  # noqa: E402
+from ec_connector.proxy.media import CHAT, identified, items  # noqa: E402
+from ec_connector.proxy.placement import by_key  # noqa: E402
+
+TEXT = "What is to be seen?"
+REPLACED = "vllm:ec_proxy_items_replaced_total"
+
+
+@dataclass
+class World:
+    """Two encoders, a decoder, the router before them, and its client."""
+
+    encoders: list[Server]
+    decoder: Server
+    router: Server
+    client: Any
+    model: str
+
+    def answer(self, body: Body, *, stream: bool) -> str:
+        """What the official client makes of the router's answer."""
+        known = {name: body[name] for name in ("messages", "max_tokens", "temperature")}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        got = self.client.chat.completions.create(
+            model=self.model, stream=stream, extra_body=extra, **known
+        )
+        if not stream:
+            return got.choices[0].message.content
+        return "".join(chunk.choices[0].delta.content or "" for chunk in got if chunk.choices)
+
+    def reference(self, body: Body) -> str:
+        """What an engine answers that encodes by itself and was not asked by the router."""
+        answer = ask(self.encoders[1].url, body)
+        assert answer.status == 200, answer.error
+        return answer.text
+
+    def encoder_of(self, body: Body) -> Server:
+        """Where the router sends the one picture of a request, as long as nothing is busy."""
+        instances = Instances()
+        for encoder in self.encoders:
+            instances.add(Role.ENCODE, encoder.url)
+        (item,) = items(CHAT, identified(body))
+        target = by_key(item.key, instances.targets(Role.ENCODE))
+        return next(one for one in self.encoders if one.url == target.instance.url)
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The router's own view of its servers."""
+        with urllib.request.urlopen(f"{self.router.url}/instances", timeout=10) as answer:
+            return {one["url"]: one for one in json.load(answer)["instances"]}
+
+
+@pytest.fixture(scope="module")
+def world(fleet: Any) -> Iterator[World]:
+    """``both`` is an encoder here, and the engine that answers alone."""
+    producer, both, consumer = fleet.need("producer", "both", "consumer")
+    for server in (producer, both, consumer):
+        encoded_pictures(server.url)
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "ec_connector.proxy", "--port", str(port)]
+    command += ["--encode", producer.url, both.url, "--decode", consumer.url]
+    router = fleet.servers.start("router", command, port=port)
+    fleet.servers.wait_healthy([router], timeout=30)
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        yield World([producer, both], consumer, router, client, model.id)
+    fleet.servers.stop([router])
+
+
+@dataclass
+class Pictures:
+    """Serves files by HTTP and counts how often each is asked for."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Iterator[Pictures]:
+    """On a free port of this machine."""
+    shelf = Pictures()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            shelf.asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(shelf.files[self.path])))
+            self.end_headers()
+            self.wfile.write(shelf.files[self.path])
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the test looks at ``asked``."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        shelf.url = f"http://127.0.0.1:{server.server_port}"
+        yield shelf
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("count", [0, 1, 3], ids=["text", "picture", "three-pictures"])
+def test_answer_is_that_of_one_vllm(count: int, stream: bool, world: World, album: Album) -> None:
+    """Pictures in the request: each is encoded once, and never by the decoder."""
+    body = chat_body([album.photo(224, 224) for _ in range(count)], TEXT)
+    before = [encoded_pictures(one.url) for one in (*world.encoders, world.decoder)]
+    replaced = metrics(world.router.url)[REPLACED]
+
+    text = world.answer(body, stream=stream)
+
+    after = [encoded_pictures(one.url) for one in (*world.encoders, world.decoder)]
+    assert sum(after) - sum(before) == count
+    assert after[-1] == before[-1]
+    assert metrics(world.router.url)[REPLACED] - replaced == count
+    assert text == world.reference(body)
+
+
+def test_picture_behind_a_url_is_downloaded_once(
+    world: World, album: Album, pictures: Pictures
+) -> None:
+    """By the encoder; the decoder gets metadata in its place."""
+    pictures.files["/one.jpg"] = album.photo(224, 224).read_bytes()
+    body = chat_body([], TEXT)
+    part = {"type": "image_url", "image_url": {"url": f"{pictures.url}/one.jpg"}}
+    body["messages"][0]["content"].insert(0, part)
+    before = encoded_pictures(world.decoder.url)
+
+    text = world.answer(body, stream=True)
+
+    assert pictures.asked == ["/one.jpg"]
+    assert encoded_pictures(world.decoder.url) == before
+    assert text == world.reference(body)
+
+
+def test_same_picture_goes_to_the_same_encoder(world: World, album: Album) -> None:
+    """Three different questions, one encoding in all."""
+    photo = album.photo(224, 224)
+    before = sum(encoded_pictures(one.url) for one in (*world.encoders, world.decoder))
+    for text in ("What is it?", "Where is it?", "Whose is it?"):
+        world.answer(chat_body([photo], text), stream=False)
+    after = sum(encoded_pictures(one.url) for one in (*world.encoders, world.decoder))
+    assert after - before == 1
+
+
+def test_encoder_killed_in_mid_request(world: World, album: Album, fleet: Any) -> None:
+    """It is stopped with the request in hand, then killed: the other one encodes."""
+    victim = world.encoders[0]
+    body = chat_body([album.photo(224, 224)], TEXT)
+    while world.encoder_of(body) is not victim:
+        body = chat_body([album.photo(224, 224)], TEXT)
+    before = encoded_pictures(world.decoder.url)
+    os.kill(victim.pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(world.answer, body, stream=True)
+            while not world.states()[victim.url]["load"] and not answer.done():
+                time.sleep(0.02)
+            assert not answer.done()
+            for pid in victim.processes():
+                os.kill(pid, signal.SIGKILL)
+            text = answer.result(60)
+    finally:
+        for pid in victim.processes():
+            os.kill(pid, signal.SIGKILL)
+        victim.process.wait()
+        fleet.stop("producer")
+    assert encoded_pictures(world.decoder.url) == before
+    assert text == world.reference(body)
+    after = chat_body([album.photo(224, 224)], TEXT)
+    assert world.answer(after, stream=False) == world.reference(after)
