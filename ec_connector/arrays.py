@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ec_connector.dtypes import DTypeError, lookup, nbytes_of, of_array
+from ec_connector.dtypes import MAX_RANK, DTypeError, lookup, nbytes_of, of_array
 
 _KINDS = "biufc"  # bool, signed, unsigned, float, complex: bytes that mean the same anywhere
 
@@ -20,9 +20,16 @@ def bytes_of(array: np.ndarray[Any, Any], declared: str = "") -> tuple[str, np.n
     byte order (``">f4"``). The bytes are a view where the array is contiguous.
 
     Raises:
-        DTypeError: objects, text, structures, or not what ``declared`` says.
+        DTypeError: objects, text, structures, masked values, more than ``MAX_RANK`` axes, or
+            not what ``declared`` says.
     """
+    if np.ma.is_masked(array):
+        raise DTypeError("masked values have no bytes to carry; fill the array first")
     array = np.asarray(array)
+    if array.ndim > MAX_RANK:
+        raise DTypeError(f"an array of {array.ndim} axes exceeds the limit of {MAX_RANK}")
+    if not isinstance(declared, str):
+        raise DTypeError(f'dtype={declared!r:.80} is no name; give text such as "bfloat16"')
     swapped = array.dtype.byteorder == ">"
     try:
         name = of_array(array.dtype, declared).name

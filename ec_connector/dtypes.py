@@ -63,7 +63,9 @@ def lookup(name: str) -> DType:
     """
     found = _BY_NAME.get(name.removeprefix("torch."))
     if found is None:
-        raise DTypeError(f"dtype {name!r} cannot be carried; known: {', '.join(sorted(_BY_NAME))}")
+        raise DTypeError(
+            f"dtype {name!r:.80} cannot be carried; known: {', '.join(sorted(_BY_NAME))}"
+        )
     return found
 
 

@@ -14,15 +14,18 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from ec_connector.agent.link import EngineLink, LinkDown, LinkUp
+from ec_connector.announcement import key_fault, read_announcement
 from ec_connector.arrays import array_of, bytes_of
 from ec_connector.config import Settings
 from ec_connector.dtypes import DTypeError
@@ -31,11 +34,9 @@ from ec_connector.errors import (
     AgentLostError,
     ConfigError,
     DeadlineError,
-    ItemMissingError,
     MismatchError,
     PoolError,
     RegionError,
-    WireError,
     fetch_error,
 )
 from ec_connector.pool.region import Region
@@ -54,8 +55,6 @@ from ec_connector.protocol.local import (
     Saved,
     Stats,
     ToClient,
-    decode_to_agent,
-    encode_local,
 )
 from ec_connector.ticket_file import load_tickets
 
@@ -75,6 +74,8 @@ class _Member:
         self.settings = Settings.parse(settings)
         self._tickets = load_tickets(self.settings.ticket_key)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._closed = False
         self._asked = 0
         identity = Identity(factors=usable_factors(factors or {}))
         self._link = EngineLink(self.settings, identity, "client", serves=(serves,))
@@ -101,8 +102,7 @@ class _Member:
         Raises:
             AgentLostError: the agent died or does not answer.
         """
-        with self._lock:
-            self._attach()
+        with self._turn():
             self._asked += 1
             seq = self._asked
 
@@ -115,7 +115,13 @@ class _Member:
             return answer.values
 
     def close(self) -> None:
-        """End the agent, if this object started it. Idempotent."""
+        """End the agent, if this object started it; calls under way fail. Idempotent.
+
+        In a process that was forked off this does nothing: the agent is its parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
         with self._lock:
             self._link.close()
             self._region.close()
@@ -131,8 +137,32 @@ class _Member:
     ) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _turn(self, patience: float = -1.0) -> Iterator[None]:
+        """One call at a time; ``patience`` seconds to wait for others, -1: as long as it takes.
+
+        Raises:
+            AgentLostError: closed, of another process, or the agent is down.
+            DeadlineError: other calls took all the time.
+        """
+        # First: a lock that a thread of the parent held at a fork is never released here.
+        if os.getpid() != self._pid:
+            raise AgentLostError(
+                f"made in process {self._pid}, used in {os.getpid()}: a connection does not "
+                "outlive a fork; make one in each process"
+            )
+        if not self._lock.acquire(timeout=patience):
+            raise DeadlineError(f"other calls of this object took all of {patience:g} s")
+        try:
+            self._attach()
+            yield
+        finally:
+            self._lock.release()
+
     def _attach(self) -> None:
         """Follow the agent if it was started anew since the last call."""
+        if self._closed:
+            raise AgentLostError(f"this {type(self).__name__} is closed")
         self._link.poll()
         welcome = self._link.welcome
         if welcome is None or not self._link.up:
@@ -150,7 +180,9 @@ class _Member:
         """The first message that ``wanted`` takes; None when the time is over."""
         until = time.monotonic() + timeout
         while (left := until - time.monotonic()) > 0:
-            # Short waits only where the agent's end would otherwise go unnoticed.
+            # Short waits only where the agent's end, or ours, would otherwise go unnoticed.
+            if self._closed:
+                raise AgentLostError(f"this {type(self).__name__} was closed meanwhile")
             for event in self._link.wait(min(left, 0.25)):
                 if isinstance(event, LinkDown | LinkUp):
                     raise AgentLostError(f"the agent was lost: {event}")
@@ -187,12 +219,20 @@ class Producer(_Member):
         Raises:
             PoolError: no room for it now, or ever, or a key that cannot be announced.
             AgentLostError: the agent died or does not answer.
-            DTypeError: an element type that cannot be carried.
+            DTypeError: an element type or a number of axes that cannot be carried.
         """
+        if fault := key_fault(key):
+            raise PoolError(fault)
+        try:
+            array = np.asanyarray(array)
+        except ValueError as error:
+            raise DTypeError(f"{type(array).__name__} is no array: {error}") from error
+        room = self._region.num_blocks * self._region.block_bytes
+        if array.nbytes > room:  # known before a copy is made of what is not contiguous
+            raise PoolError(f"{key!r} of {array.nbytes} bytes: the whole pool has {room}")
         name, raw = bytes_of(array, dtype)
-        item = ReserveItem(key, raw.nbytes, name, list(array.shape))
-        with self._lock:
-            self._attach()
+        item = ReserveItem(str(key), raw.nbytes, name, list(array.shape))
+        with self._turn():
             place = self._reserve(item)
             self._save(place, raw)
             return self._announcement(item, modality)
@@ -227,10 +267,6 @@ class Producer(_Member):
     def _reserve(self, item: ReserveItem) -> ReservedItem:
         self._calls += 1
         message = Reserve(self._calls, self._calls, [item], replace=True)
-        try:
-            _check_sendable(message)
-        except WireError as error:
-            raise PoolError(f"an item of key {item.key!r} cannot be announced: {error}") from error
 
         def to_me(answer: ToClient) -> bool:
             return isinstance(answer, Reserved) and answer.seq == message.seq
@@ -268,24 +304,30 @@ class Consumer(_Member):
             FetchError: the subclass says why it cannot be had.
             ConfigError: ``timeout`` is no number of seconds up to a day.
         """
-        seconds = self.settings.fetch_timeout if timeout is None else timeout
-        if not 0 <= seconds <= LONGEST_FETCH:
+        seconds: Any = self.settings.fetch_timeout if timeout is None else timeout
+        if not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_FETCH:
             raise ConfigError(f"timeout={seconds!r}: give seconds from 0 to {LONGEST_FETCH:g}")
-        item = _wanted(key, announcement, seconds)
-        with self._lock:
-            try:
-                self._attach()
-                ready = self._ask(item, seconds)
-            except AgentLostError as error:
-                raise AgentDownError(str(error)) from error
-            try:
-                return self._copy(ready)
-            finally:
-                self._link.send(Release([key]))
+        until = time.monotonic() + seconds
+        item = read_announcement(key, announcement, seconds)
+        try:
+            with self._turn(seconds):
+                left = max(0.0, until - time.monotonic())
+                item.timeout_ms = max(1, int(left * 1000))
+                ready = self._ask(item, left)
+                try:
+                    return self._copy(ready)
+                finally:
+                    self._link.send(Release([item.key]))
+        except AgentLostError as error:
+            raise AgentDownError(str(error)) from error
 
     def _ask(self, item: FetchItem, seconds: float) -> Ready:
         def to_me(answer: ToClient) -> bool:
-            return isinstance(answer, Ready | Failed) and answer.key == item.key
+            if isinstance(answer, Ready):
+                # Not what an earlier call of that key asked for, which came too late for it.
+                what = (answer.nbytes, answer.dtype, answer.shape)
+                return answer.key == item.key and what == (item.nbytes, item.dtype, item.shape)
+            return isinstance(answer, Failed) and answer.key == item.key
 
         if not self._link.send(Fetch([item])):
             raise AgentLostError("the agent is down; another is being started")
@@ -310,28 +352,3 @@ class Consumer(_Member):
             return array_of(raw, ready.dtype, ready.shape)
         except DTypeError as error:
             raise MismatchError(f"{ready.key!r} is no array: {error}") from error
-
-
-def _wanted(key: str, announcement: Mapping[str, Any], seconds: float) -> FetchItem:
-    if not announcement.get("peer_host"):
-        raise ItemMissingError(f"{key!r} is announced without an address: its producer had no room")
-    try:
-        item = FetchItem(
-            key=key,
-            timeout_ms=max(1, int(seconds * 1000)),
-            peer_host=str(announcement["peer_host"]),
-            peer_port=int(announcement["peer_port"]),
-            nbytes=int(announcement["size_bytes"]),
-            dtype=str(announcement["dtype"]),
-            shape=[int(size) for size in announcement["shape"]],
-            ticket=str(announcement.get("ticket", "")),
-        )
-        _check_sendable(Fetch([item]))
-    except (KeyError, OverflowError, TypeError, ValueError, WireError) as error:
-        raise MismatchError(f"the announcement of {key!r} is unusable: {error!r}") from error
-    return item
-
-
-def _check_sendable(message: Fetch | Reserve) -> None:
-    """Raise WireError for what an agent would not understand: numbers beyond 64 bits, no text."""
-    decode_to_agent(encode_local(message))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -68,12 +69,14 @@ def short_digest(value: object) -> str:
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def usable_factors(factors: Mapping[str, object]) -> dict[str, str]:
+def usable_factors(factors: Mapping[Any, object]) -> dict[str, str]:
     """Factors as a request carries them, each value by :func:`short_digest`.
 
     Raises:
         ConfigError: too many, a name that is too long or no text, or a value that is not JSON.
     """
+    if not isinstance(factors, Mapping):
+        raise ConfigError(f"factors={factors!r:.80} are no mapping from names to values")
     if len(factors) > MAX_FACTORS:
         raise ConfigError(
             f"{len(factors)} factors are too many: a request carries {MAX_FACTORS}; "
@@ -81,7 +84,7 @@ def usable_factors(factors: Mapping[str, object]) -> dict[str, str]:
         )
     usable = {}
     for name, value in factors.items():
-        if not 0 < len(name) <= MAX_FACTOR_CHARS:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_FACTOR_CHARS:
             raise ConfigError(
                 f"factor {name!r}: give it a name of 1 to {MAX_FACTOR_CHARS} characters"
             )
