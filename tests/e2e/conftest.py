@@ -67,7 +67,7 @@ class Role:
     model: str = "qwen"
     options: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     secured: bool = False
 
 
@@ -106,13 +106,22 @@ def roles() -> dict[str, Role]:
         ),
         # Its pool holds one photo of 640 x 480, and it is reached by IPv6.
         "producer-small": Role(PRODUCER, settings={"pool_size": "384KiB", "bind_host": "::1"}),
-        "producer-tight": Role(PRODUCER, options=tight, settings={"advertise_host": "localhost"}),
+        "producer-tight": Role(
+            PRODUCER,
+            options=tight,
+            settings={"advertise_host": "localhost", "codecs": ["zstd", "none"]},
+        ),
         # Room for two photos in its pool. The producer, which runs with the same options, is
-        # reached by its host's name.
+        # reached by its host's name. Rows come packed or not at all.
         "consumer-tight": Role(
             CONSUMER,
             options=(*tight, *chunked),
-            settings={"pool_size": "512KiB", "fetch_timeout": "3s"},
+            settings={
+                "pool_size": "512KiB",
+                "fetch_timeout": "3s",
+                "planes": ["zmq"],
+                "codecs": ["zstd"],
+            },
         ),
         "both-dp2": Role(
             {**PRODUCER, "ec_role": "ec_both"},

@@ -298,7 +298,10 @@ def tight(fleet: Any, bodies: list[Body]) -> list[Server]:
 def test_three_photos_and_a_pool_for_two(
     tight: list[Server], album: Album, encode: Encode, decode: Decode
 ) -> None:
-    """What finds no room is encoded here, and said; without the media the request fails."""
+    """What finds no room is encoded here, and said; without the media the request fails.
+
+    What finds room came over ZMQ in packed form: this consumer takes nothing else.
+    """
     producer, consumer = tight
     for bare in (False, True):
         body = chat_body([album.photo(*PHOTO) for _ in range(3)], PROMPT)
