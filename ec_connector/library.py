@@ -18,7 +18,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +28,7 @@ from ec_connector.agent.link import EngineLink, LinkDown, LinkUp
 from ec_connector.announcement import key_fault, read_announcement
 from ec_connector.arrays import array_of, bytes_of
 from ec_connector.config import Settings
-from ec_connector.dtypes import DTypeError
+from ec_connector.dtypes import DTypeError, nbytes_of
 from ec_connector.errors import (
     AgentDownError,
     AgentLostError,
@@ -53,6 +53,7 @@ from ec_connector.protocol.local import (
     ReservedItem,
     ReserveItem,
     Saved,
+    SaveFailed,
     Stats,
     ToClient,
 )
@@ -237,6 +238,32 @@ class Producer(_Member):
             self._save(place, raw)
             return self._announcement(item, modality)
 
+    def held(
+        self, key: str, shape: Sequence[int], dtype: str, *, modality: str = "image"
+    ) -> dict[str, Any] | None:
+        """The announcement of an item that is in the pool already, or None.
+
+        Counts as a use of it. ``shape`` and ``dtype`` (torch's name) are what it was put as;
+        of another shape or type it is not the same item.
+
+        Raises:
+            AgentLostError: the agent died or does not answer.
+            DTypeError: a type or shape that cannot be carried.
+        """
+        if key_fault(key):
+            return None
+        item = ReserveItem(str(key), nbytes_of(shape, dtype), dtype, list(shape))
+        with self._turn():
+            try:
+                place = self._reserve(item, replace=False)
+            except PoolError:
+                return None
+            if place.held:
+                return self._announcement(item, modality)
+            # Room was made instead: given back at once, nobody was told of it.
+            self._link.send(SaveFailed(key, place.generation, "it was only asked for"))
+            return None
+
     def _announcement(self, item: ReserveItem, modality: str) -> dict[str, Any]:
         host, port = self.address
         signed = {}
@@ -264,9 +291,9 @@ class Producer(_Member):
         if not self._link.send(Saved([(place.key, place.generation)])):
             raise AgentLostError("the agent was lost during a put")
 
-    def _reserve(self, item: ReserveItem) -> ReservedItem:
+    def _reserve(self, item: ReserveItem, *, replace: bool = True) -> ReservedItem:
         self._calls += 1
-        message = Reserve(self._calls, self._calls, [item], replace=True)
+        message = Reserve(self._calls, self._calls, [item], replace=replace)
 
         def to_me(answer: ToClient) -> bool:
             return isinstance(answer, Reserved) and answer.seq == message.seq

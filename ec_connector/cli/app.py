@@ -187,6 +187,14 @@ def proxy(context: typer.Context) -> None:
     raise typer.Exit(main(context.args))
 
 
+@app.command("encode-server", context_settings=_PASS_THROUGH)
+def encode_server(context: typer.Context) -> None:
+    """Encode images with a graph (ONNX) instead of vLLM, for vLLM consumers."""
+    from ec_connector.encoder import main
+
+    raise typer.Exit(main(context.args))
+
+
 def _settings(text: str) -> Settings:
     """Settings from JSON or from a file; ends the command when there are none."""
     if not text.lstrip().startswith("{"):

@@ -84,6 +84,7 @@ class OnnxGraph:
     def __init__(self, session: Any, placement: Placement) -> None:
         self._session = session
         self.placement = placement
+        self.metadata: dict[str, str] = dict(session.get_modelmeta().custom_metadata_map)
         self.inputs = [_port(one) for one in session.get_inputs()]
         self.outputs = [_port(one) for one in session.get_outputs()]
 

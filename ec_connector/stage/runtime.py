@@ -37,9 +37,13 @@ class Placement(NamedTuple):
 
 
 class Graph(Protocol):
-    """A graph that was opened. ``run`` gives one array per output asked for."""
+    """A graph that was opened. ``run`` gives one array per output asked for.
+
+    ``metadata`` is what the graph says of itself, text by name.
+    """
 
     placement: Placement
+    metadata: dict[str, str]
     inputs: Sequence[Port]
     outputs: Sequence[Port]
 

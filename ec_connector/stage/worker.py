@@ -122,6 +122,7 @@ class Worker:
         self._loaded[request.graph] = graph
         return {
             **graph.placement._asdict(),
+            "metadata": graph.metadata,
             "inputs": [port._asdict() for port in graph.inputs],
             "outputs": [port._asdict() for port in graph.outputs],
         }

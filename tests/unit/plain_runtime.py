@@ -34,6 +34,7 @@ class PlainGraph:
 
     def __init__(self, what):
         self.placement = Placement("cpu", "Plain", "there is nothing else")
+        self.metadata = {"made": "by hand"}
         self.inputs = [Port("x", "float32", [-1, 4])]
         self.outputs = [Port("double", "float32", [-1, 4]), Port("shape", "int64", [2])]
         self.what = what

@@ -80,6 +80,7 @@ def test_hello_load_run_stats(stage):
     assert facts["graphs"] == sorted(KINDS)
     loaded = stage.load("good")
     assert (loaded["device"], loaded["provider"]) == ("cpu", "Plain")
+    assert loaded["metadata"] == {"made": "by hand"}
     assert loaded["why"] == "there is nothing else"
     assert loaded["inputs"] == [{"name": "x", "dtype": "float32", "shape": [-1, 4]}]
     out = stage.run("good", {"x": X.T.copy().T})  # not in C order
