@@ -26,14 +26,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ec_connector.announcement import key_fault
 from ec_connector.encoder.errors import RequestError
 from ec_connector.encoder.identifiers import identifier
-from ec_connector.encoder.pictures import Picture, decode, pictures_of
+from ec_connector.encoder.pictures import decode, pictures_of
 from ec_connector.encoder.vision import Vision
 from ec_connector.engine.keys import why_not_shared
 from ec_connector.errors import AgentLostError, PoolError
 from ec_connector.library import Producer
-from ec_connector.proxy.intake import TooLargeError, read_body
 from ec_connector.stage.errors import StageDeadlineError, StageError
 
 logger = logging.getLogger("vllm.ec_connector.encoder")
@@ -83,8 +83,9 @@ class Encoder:
             key = picture.uuid or identifier(
                 self._hasher, self.model, picture.data, converted=converted
             )
-            reason = why_not_shared(key)
-            if reason:
+            if fault := key_fault(key):
+                raise RequestError(fault)
+            if reason := why_not_shared(key):
                 raise RequestError(f"the uuid {key[:80]!r} cannot be shared: {reason}")
             if key not in params:
                 params[key] = {**self._item(key, image), "item_indices": []}
@@ -134,17 +135,11 @@ class _Endpoints:
 
     async def chat(self, request: Request) -> Response:
         try:
-            raw = await read_body(request, self._max_body)
-        except TooLargeError as error:
-            return _error(413, str(error))
+            body = await _read(request, self._max_body)
+        except RequestError as error:
+            return _error(error.status, str(error))
         except ClientDisconnect:
             return Response(status_code=400)
-        try:
-            body = json.loads(raw)
-            if not isinstance(body, dict):
-                raise ValueError("it is no object")
-        except (ValueError, RecursionError) as error:
-            return _error(400, f"the body is no JSON object: {error}")
         if self._waiting >= MAX_WAITING:
             return _error(503, f"{MAX_WAITING} requests are waiting already")
         self._waiting += 1
@@ -189,6 +184,21 @@ class _Endpoints:
         except AgentLostError:
             agent = {}
         return JSONResponse({"encoder": self._encoder.counts, "agent": agent})
+
+
+async def _read(request: Request, limit: int) -> dict[str, Any]:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit:
+            raise RequestError(f"the request exceeds {limit} bytes (--max-body)", 413)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body is no JSON object")
+    return body
 
 
 def _completion(model: str, params: dict[str, Any]) -> dict[str, Any]:

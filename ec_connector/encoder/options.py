@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ec_connector.config import Settings
 from ec_connector.encoder.rows import DTYPES
@@ -26,7 +28,7 @@ class Options:
     model: str
     dtype: str
     hasher: str
-    settings: Settings
+    settings: Mapping[str, Any]
     host: str
     port: int
     stage_connect: str
@@ -53,7 +55,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
         text = given["settings"]
         if not text.lstrip().startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
-        given["settings"] = Settings.from_json(text)
+        Settings.from_json(text)
+        given["settings"] = json.loads(text)
     except (ConfigError, OSError, UnicodeDecodeError) as error:
         parser.error(f"--config: {error}")
     options = Options(**given)

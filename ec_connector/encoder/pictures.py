@@ -42,7 +42,9 @@ def pictures_of(body: Mapping[str, Any]) -> list[Picture]:
         raise RequestError("messages is missing or no list: send a chat request")
     for name in _IN_THE_HASH:
         if body.get(name):
-            raise RequestError(f"{name} of a request is not supported by this encoder; leave it out")
+            raise RequestError(
+                f"{name} of a request is not supported by this encoder; leave it out"
+            )
     parts = media_parts(dict(body))
     if len(parts) > MAX_PICTURES:
         raise RequestError(f"{len(parts)} pictures exceed the limit of {MAX_PICTURES}")

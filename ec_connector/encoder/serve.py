@@ -79,7 +79,7 @@ def _build(options: Options, stack: contextlib.ExitStack) -> Encoder:
     known = factors(
         options.model, dtype, rows.shape[1], config, options.processor, vision.facts["metadata"]
     )
-    producer = stack.enter_context(Producer(factors=known, **options.settings.to_dict()))
+    producer = stack.enter_context(Producer(factors=known, **options.settings))
     return Encoder(vision, producer, options.model, dtype, hasher)
 
 

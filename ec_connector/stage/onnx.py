@@ -25,6 +25,8 @@ _DTYPES = {
     "tensor(uint8)": "uint8",
 }
 
+_ELSEWHERE = ("AzureExecutionProvider",)  # sends to a service: never without being asked for
+
 
 class OnnxRuntime:
     """Opens ``.onnx`` files. Works, without providers, where onnxruntime is not installed."""
@@ -60,7 +62,8 @@ class OnnxRuntime:
                 "pip install 'ec-connector[stage]' there, or start it with --runtime",
             )
         available = self.providers()
-        usable = [name for name in providers if name in available] if providers else available
+        local = [name for name in available if name not in _ELSEWHERE]
+        usable = [name for name in providers if name in available] if providers else local
         if not usable:
             raise StageError(
                 "no_provider",
@@ -75,7 +78,8 @@ class OnnxRuntime:
         why = f"the first available of {', '.join(providers or ['those that this build has'])}"
         if placed != usable[0]:
             why = f"{usable[0]} was wanted, but ONNX Runtime could not place the graph on it"
-        return OnnxGraph(session, Placement(str(self._ort.get_device()).lower(), placed, why))
+        device = placed.removesuffix("ExecutionProvider").lower()
+        return OnnxGraph(session, Placement(device, placed, why))
 
 
 class OnnxGraph:

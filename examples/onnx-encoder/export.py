@@ -15,7 +15,7 @@ from pathlib import Path
 import onnx
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, CLIPVisionModel
+from transformers import AutoConfig, AutoModel
 
 from ec_connector.engine.checkpoint import weights_digest
 
@@ -30,14 +30,13 @@ class Vision(torch.nn.Module):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         config = AutoConfig.from_pretrained(folder)
-        # So exported, attention is plain products: no operator that a runtime may lack.
-        config.vision_config._attn_implementation = "eager"
         weights: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
         self.layer = config.vision_feature_layer
         self.skip = 1 if config.vision_feature_select_strategy == "default" else 0
-        self.tower = CLIPVisionModel(config.vision_config)
+        # So exported, attention is plain products: no operator that a runtime may lack.
+        self.tower = AutoModel.from_config(config.vision_config, attn_implementation="eager")
         width, hidden = config.vision_config.hidden_size, config.text_config.hidden_size
         self.linear_1 = torch.nn.Linear(width, hidden)
         self.linear_2 = torch.nn.Linear(hidden, hidden)

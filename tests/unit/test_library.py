@@ -279,3 +279,18 @@ print(sorted({"torch", "vllm"} & sys.modules.keys()))
         )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[]"
+
+
+def test_held() -> None:
+    """An item that is there is announced again; one that is not leaves no room taken."""
+    with Producer(pool_size="1MiB") as producer:
+        rows = np.ones((4, 4), np.float32)
+        announced = producer.put("a", rows)
+        assert producer.held("a", (4, 4), "float32") == announced
+        free = producer.stats()["blocks_free"]
+        assert producer.held("b", (4, 4), "float32") is None
+        assert producer.held("half \ud800", (4, 4), "float32") is None
+        assert producer.held("large", (1 << 20, 4), "float32") is None
+        assert producer.stats()["blocks_free"] == free
+        assert producer.held("a", (2, 8), "float32") is None  # of another shape it is another
+        assert producer.stats()["blocks_free"] == free + 1

@@ -50,8 +50,10 @@ def stage(graphs):
 def test_run(stage):
     """Placed, and why; results are those of the graph."""
     assert "CPUExecutionProvider" in stage.facts["providers"]
+    assert "Azure" not in stage.load("product")["provider"]
     loaded = stage.load("product", ["NoSuchProvider", "CPUExecutionProvider"])
     assert loaded["provider"] == "CPUExecutionProvider"
+    assert loaded["device"] == "cpu"
     assert loaded["why"] == "the first available of NoSuchProvider, CPUExecutionProvider"
     assert loaded["inputs"] == [{"name": "x", "dtype": "float32", "shape": [-1, 4]}]
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
