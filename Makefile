@@ -20,7 +20,7 @@ python_of = $(call first_python,python$(1) $(wildcard $(HOME)/.pyenv/versions/$(
 # The other Pythons of this machine, for what needs no vLLM.
 OTHERS := $(foreach v,3.12 3.13,$(if $(call python_of,$(v)),$(v)))
 
-.PHONY: help env demo test lint quick others chaos e2e soak bench clean $(OTHERS:%=quick-%)
+.PHONY: help env demo test lint quick others chaos e2e fuzz soak bench clean $(OTHERS:%=quick-%)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ chaos: env ## processes killed and stopped, networks broken, overload (two minut
 e2e: env ## the tests that start vLLM engines (minutes)
 	$(BIN)/python -m pytest -q -m e2e $(ARGS)
 
+FUZZ_SECONDS ?= 600
+fuzz: .venv/.fuzz-tools ## fuzz decoders and state machines (ten minutes each of eight; FUZZ_SECONDS=60)
+	$(BIN)/python -m tests.fuzz $(FUZZ_SECONDS) $(ARGS)
+
 SECONDS_OF_SOAK ?= 600
 soak: env ## random load and random faults (ten minutes; SECONDS_OF_SOAK=60)
 	$(BIN)/python -m tests.chaos.soak $(SECONDS_OF_SOAK)
@@ -59,12 +63,16 @@ bench: .venv/.bench-tools ## measure beside the in-tree pair (minutes; ARGS="--j
 	$(BIN)/ec-connector bench $(ARGS)
 
 clean: ## remove all that these targets made
-	rm -rf .venv .venv-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist .fuzz .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # Beside the environment, not part of it: the demo needs no linter.
 .venv/.lint-tools: pyproject.toml | env
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+.venv/.fuzz-tools: pyproject.toml | env
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]'
 	@touch $@
 
 .venv/.bench-tools: pyproject.toml | env

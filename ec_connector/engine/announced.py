@@ -35,8 +35,10 @@ def read_source(params: Any, key: str, rows: int, dtype: str) -> Source | None:
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(map(_is_whole, shape)):
         raise BadAnnouncement("shape is not a list of sizes")
     announced = entry.get("dtype", dtype)
+    if not isinstance(announced, str):  # whose text could be as deep and long as the request
+        raise BadAnnouncement("dtype is not the name of one")
     if announced != dtype:
-        text = f"it is announced as {announced!r:.40}, but this model's dtype is {dtype}"
+        text = f"it is announced as {announced[:40]!r}, but this model's dtype is {dtype}"
         raise BadAnnouncement(text)
     if len(shape) != 2 or shape[0] != rows:
         raise BadAnnouncement(f"it is announced with shape {shape}, but {rows} rows are expected")

@@ -54,6 +54,7 @@ from ec_connector.protocol.messages import (
     XferStatus,
 )
 from ec_connector.protocol.producer import MAX_PARK_SECONDS
+from ec_connector.protocol.texts import harmless
 from ec_connector.protocol.tickets import Tickets
 
 OWNER: Final = b"fetch"
@@ -283,8 +284,10 @@ class ConsumerMachine:
             return self._ask_later(key, now)
         if ack.status is not XferStatus.OK:
             reason = _NACK_REASON[ack.status]
-            text = ack.message + (f"\n{ack.traceback}" if ack.traceback else "")
-            return self._fail(key, reason, text or reason, ack.factor)
+            text = harmless(ack.message) or reason
+            if ack.traceback:
+                text += "\n" + harmless(ack.traceback, keep="\n\t")
+            return self._fail(key, reason, text, harmless(ack.factor))
         if fault := self._ack_fault(ack, fetch.item):
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         fetch.plane = ack.plane or "zmq"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def test_nothing_announced(params: object) -> None:
         {"shape": [1] * 100},
         {"dtype": "float16"},
         {"dtype": ["bfloat16"]},
+        {"dtype": json.loads("[" * 900 + "]" * 900)},
     ],
 )
 def test_a_malformed_announcement_is_refused(change: dict[str, Any]) -> None:

@@ -413,6 +413,16 @@ def test_refusals(bench: Bench, status: XferStatus, reason: str) -> None:
     assert bench.empty()
 
 
+def test_text_of_a_producer_commands_no_terminal(bench: Bench) -> None:
+    """Message and traceback come through; escapes, and lines that a log would take for its own, do
+    not.
+    """
+    bench.fetch()
+    said = {"message": "no\x1b[2J\nERROR forged", "traceback": "Traceback:\n\tline\r\x07"}
+    text = words(bench.answer(status=XferStatus.NACK_INTERNAL, **said))
+    assert text == "no\ufffd[2J\ufffdERROR forged\nTraceback:\n\tline\ufffd\ufffd"
+
+
 def test_every_status_is_dealt_with(bench: Bench) -> None:
     """One that is added later must not end in a KeyError."""
     for number, status in enumerate(XferStatus, start=1):
