@@ -19,7 +19,7 @@ import zmq
 
 from ec_connector import Consumer
 from ec_connector.errors import FetchError, ItemMissingError, RemoteSaveError
-from ec_connector.protocol.local import FetchItem, Ready, Release
+from ec_connector.protocol.local import FetchItem, Ready
 from ec_connector.protocol.messages import (
     MAX_BODY_BYTES,
     XferAck,
@@ -354,8 +354,6 @@ def test_memory_that_is_its_own_to_show(
     victim: Victim, consumer: Consumer, good: FakeProducer
 ) -> None:
     """The same way is open to whoever is shown an item by its producer."""
+    before = victim.stats()["ready_memory"]
     assert (consumer.fetch("shown", good.put("shown", SECRET), timeout=PATIENCE) == SECRET).all()
-    assert here(consumer, "shown").nbytes == SECRET.nbytes
-    assert victim.stats()["ready_memory"] > 0
-    with consumer._lock:
-        consumer._link.send(Release(["shown"]))
+    assert victim.stats()["ready_memory"] == before + 1
