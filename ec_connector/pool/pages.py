@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 
 from ec_connector.errors import RegionError
 from ec_connector.pool.memory import memory_room, show_bytes
@@ -28,7 +30,7 @@ def allocate(size: int) -> int:
     """
     _check_memory(size)
     failures = []
-    for where in ("memfd", "/dev/shm", tempfile.gettempdir()):  # noqa: S108 - no name is made there
+    for where in _places():
         try:
             fd = _memfd() if where == "memfd" else _unnamed_file(where)
         except OSError as error:
@@ -60,6 +62,14 @@ def populate(mapping: mmap.mmap, *, writable: bool) -> None:
         # An older kernel. Reading a byte a page is enough: the pages are there already, they
         # are only mapped; and writing back could undo what another process writes just now.
         _ = mapping[:: mmap.PAGESIZE]
+
+
+def _places() -> Iterator[str]:
+    yield "memfd"
+    yield "/dev/shm"  # noqa: S108 - no name is made there
+    # Asked for only here: a container with a read-only root may have no such folder at all.
+    with contextlib.suppress(FileNotFoundError):
+        yield tempfile.gettempdir()
 
 
 def _check_memory(size: int) -> None:

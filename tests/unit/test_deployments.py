@@ -182,6 +182,7 @@ def test_secrets_as_they_are_mounted(name: str, tmp_path: Path) -> None:
     mounted = tmp_path / "mounted"
     hidden = mounted / "..2026_12_01"
     hidden.mkdir(parents=True)
+    mounted.chmod(0o3777)  # a kubelet's volumes are, also those mounted read-only
     (mounted / "..data").symlink_to(hidden.name)
     for file in secrets_of_readme()[volume["secret"]["secretName"]]:
         (hidden / file).write_bytes((keys / file).read_bytes())
@@ -224,10 +225,21 @@ def test_no_key_is_in_the_examples() -> None:
             assert not re.search(r"\b[0-9a-f]{32,}\b", text), path
 
 
+SERVICE_KEYS = {"build", "command", "deploy", "entrypoint", "healthcheck", "hostname", "image",
+                "networks", "ports", "restart", "shm_size", "volumes"}  # fmt: skip
+"""Keys of a service in the Compose specification, as far as they are used here."""
+
+
 def test_compose() -> None:
     """The connector takes each engine's settings, and names are those of services."""
     compose = yaml.safe_load((EXAMPLES / "compose" / "compose.yaml").read_text())
     services = compose["services"]
+    # By hand: no kept package brings the schema.
+    assert compose.keys() == {"x-engine", "services", "networks", "volumes"}
+    for name, service in services.items():
+        assert service.keys() <= SERVICE_KEYS, name
+        volumes = {volume.partition(":")[0] for volume in service.get("volumes", [])}
+        assert volumes <= compose["volumes"].keys()
     roles = {}
     for name in services.keys() - {"router"}:
         command = services[name]["command"]

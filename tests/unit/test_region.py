@@ -284,6 +284,24 @@ def test_without_memfd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     region.close()
 
 
+def no_folder() -> str:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+
+def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container whose root is read-only may have none, and needs none."""
+    monkeypatch.setattr(tempfile, "gettempdir", no_folder)
+    Region.create(MIB, BLOCK).close()
+
+    def no_file(directory: str) -> int:
+        raise OSError(errno.EROFS, f"Read-only file system: {directory}")
+
+    monkeypatch.setattr(os, "memfd_create", no_memfd)
+    monkeypatch.setattr(pages, "_unnamed_file", no_file)
+    with pytest.raises(RegionError, match=r"memfd: Function not .*; /dev/shm: Read-only .*shm$"):
+        Region.create(MIB, BLOCK)
+
+
 def test_nowhere_to_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no kind of memory can be had, each failure is told and no descriptor is left."""
 
