@@ -84,7 +84,13 @@ def _ways(console: Console, whole: Parts, balances: Sequence[Balance]) -> None:
         below = "" if move.codec == "none" else "never" if limit is None else "any link"
         if limit is not None and math.isfinite(limit):
             below = show_rate(limit)
-        pays = "never" if balance.pays_from is None else show_rate(balance.pays_from)
+        pays = (
+            "?"
+            if whole.noisy
+            else "never"
+            if balance.pays_from is None
+            else show_rate(balance.pays_from)
+        )
         table.add_row(
             move.name,
             show_size(round(move.nbytes)),
@@ -92,7 +98,7 @@ def _ways(console: Console, whole: Parts, balances: Sequence[Balance]) -> None:
             _number(balance.fetch),
             _number(balance.first_token),
             f"{balance.first_token / whole.local:.2f}",
-            "any link" if balance.pays_from == 0 else pays,
+            "any link" if balance.pays_from == 0 and not whole.noisy else pays,
             below,
         )
     console.print(table)

@@ -107,6 +107,7 @@ def test_noise() -> None:
     show(Console(file=out, width=200), Comparison(wild, [ZMQ]))
     assert "no answer: the encoder run" in out.getvalue()
     assert "stops paying" not in out.getvalue()
+    assert "?" in out.getvalue()
 
 
 # ── words and pictures ───────────────────────────────────────────────────────
