@@ -353,7 +353,9 @@ class Consumer(_Member):
             if isinstance(answer, Ready):
                 # Not what an earlier call of that key asked for, which came too late for it.
                 what = (answer.nbytes, answer.dtype, answer.shape)
-                return answer.key == item.key and what == (item.nbytes, item.dtype, item.shape)
+                asked = (item.nbytes, item.dtype, item.shape)
+                # Without a producer's address: whatever the pool holds under that key.
+                return answer.key == item.key and (what == asked or not item.peer_host)
             return isinstance(answer, Failed) and answer.key == item.key
 
         if not self._link.send(Fetch([item])):
