@@ -36,7 +36,7 @@ def main(rounds: int = 15) -> None:
             alone = crew.vllm("alone", model)
             encoder = crew.vllm("encoder", model, PRODUCER)
             decoder = crew.vllm("decoder", model, CONSUMER)
-            router = crew.router("router", encoder, decoder)
+            router = crew.router(encoder, decoder)
             crew.wait(alone, encoder, decoder, router)
             for count in PICTURES:
                 times: dict[str, list[float]] = {"one vLLM": [], "router": []}

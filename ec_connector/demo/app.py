@@ -124,7 +124,7 @@ def _ours(
     alone = crew.vllm("reference", model)
     producer = crew.vllm("producer", model, PRODUCER)
     consumer = crew.vllm("consumer", model, CONSUMER)
-    router = crew.router("router", producer, consumer, *router_options)
+    router = crew.router(producer, consumer, *router_options)
     crew.wait(alone, producer, consumer, router)
     warm(warm_up(album), alone, router)
     reference = {question.name: answers_of(alone.url, question) for question in questions}
@@ -162,7 +162,7 @@ def _in_tree(
     store.mkdir()
     producer = crew.vllm("producer", model, shared_folder("ec_producer", store))
     consumer = crew.vllm("consumer", model, shared_folder("ec_consumer", store))
-    router = crew.router("router", producer, consumer)
+    router = crew.router(producer, consumer)
     crew.wait(producer, consumer, router)
     warm(warm_up(album), router)
     pair, outcomes = pair_of(producer, consumer, router), {}

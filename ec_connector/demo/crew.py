@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,18 @@ from ec_connector.demo.chat import Body, ask
 from ec_connector.demo.measure import Pair
 from ec_connector.demo.readings import COUNTING_ENV, COUNTING_OPTIONS
 from ec_connector.demo.report import start_shown
-from ec_connector.demo.servers import Server, Servers, free_ports, vllm_command, vllm_env
+from ec_connector.demo.servers import (
+    Server,
+    ServerError,
+    Servers,
+    free_ports,
+    vllm_command,
+    vllm_env,
+)
 
 PRODUCER: dict[str, Any] = {"ec_connector": "ECPoolConnector", "ec_role": "ec_producer"}
 CONSUMER: dict[str, Any] = {"ec_connector": "ECPoolConnector", "ec_role": "ec_consumer"}
+ROUTER = "router"
 
 
 def shared_folder(role: str, folder: Path) -> dict[str, Any]:
@@ -48,20 +58,31 @@ class Crew:
             env={**vllm_env(self._engines), **COUNTING_ENV},
         )
 
-    def router(self, name: str, producer: Server, consumer: Server, *options: str) -> Server:
-        """Start the router before a pair. It is healthy when the consumer is."""
+    def router(self, producer: Server, consumer: Server, *options: str) -> Server:
+        """Start the router before a pair."""
         port = free_ports(1)[0]
         command = [sys.executable, "-m", "ec_connector.proxy", "--port", str(port)]
         command += ["--encode", producer.url, "--decode", consumer.url, *options]
-        return self._servers.start(name, command, port=port)
+        return self._servers.start(ROUTER, command, port=port)
 
     def wait(self, *starting: Server) -> None:
         """Wait until all of these answer. Raises ServerError."""
         start_shown(self._console, self._servers, starting)
+        for server in starting:
+            if server.name == ROUTER:
+                _see_all(server)
 
     def stop(self, *ending: Server) -> None:
         """End these."""
         self._servers.stop(ending)
+
+
+def _see_all(router: Server) -> None:
+    """Have a router look at its servers: it may have given up some while they were starting."""
+    with urllib.request.urlopen(f"{router.url}/ready", timeout=10.0) as answer:
+        healthy = json.load(answer)["healthy"]
+    if not all(healthy.values()):
+        raise ServerError(f"the router finds these servers healthy, or not: {healthy}")
 
 
 def pair_of(producer: Server, consumer: Server, router: Server) -> Pair:

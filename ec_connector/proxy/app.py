@@ -37,7 +37,7 @@ from ec_connector.proxy.headers import with_request_id
 from ec_connector.proxy.instances import Instances, Role
 from ec_connector.proxy.intake import Answering, RefusedError, read_body, until_disconnect
 from ec_connector.proxy.options import Options
-from ec_connector.proxy.probes import probe
+from ec_connector.proxy.probes import check, probe
 from ec_connector.proxy.registrar import MAX_BYTES, Registrar
 from ec_connector.proxy.upstream import Upstream
 from ec_connector.token_file import load_token
@@ -109,13 +109,12 @@ class Router:
         return Response()
 
     async def ready(self, _request: Request) -> Response:
-        known = self.instances.all()
-        answers = await asyncio.gather(*(self.upstream.healthy(one.url) for one in known))
-        roles = {one.role for one, healthy in zip(known, answers, strict=True) if healthy}
+        found = await check(self.instances.all(), self.upstream)
+        roles = {one.role for one, healthy in found.items() if healthy}
         ready = Role.DECODE in roles and (
             Role.PREFILL in roles or not self.instances.of(Role.PREFILL)
         )
-        healthy = {one.url: answer for one, answer in zip(known, answers, strict=True)}
+        healthy = {one.url: answer for one, answer in found.items()}
         return JSONResponse({"healthy": healthy}, status_code=200 if ready else 503)
 
     async def described(self, _request: Request) -> Response:

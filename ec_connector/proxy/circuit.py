@@ -42,7 +42,8 @@ CIRCUIT: Final = Table(
             # Of requests that were sent before.
             "worked": State.OUT,
             "failed": State.OUT,
-            "healthy again": State.TRIAL,
+            "healthy again": State.SERVING,
+            "to be tried": State.TRIAL,
             "removed": State.REMOVED,
         },
         State.TRIAL: {
@@ -63,6 +64,7 @@ class Circuit:
         self.failures = 0  # in a row
         self._wait = FIRST_WAIT
         self._out_until = 0.0
+        self._seen_ill = False  # by a health check, since it last served
 
     def worked(self) -> None:
         """A request was answered."""
@@ -89,14 +91,26 @@ class Circuit:
         return True
 
     def checked(self, healthy: bool, now: float) -> bool:
-        """The outcome of a health check. Whether it changed anything."""
+        """The outcome of a health check. Whether it changed anything.
+
+        One that has seen that the server was ill is believed when it says that it is well; one
+        that has seen nothing of what failed is not.
+        """
         if self.state is State.REMOVED:
             return False
         if not healthy:
+            self._seen_ill = True
             return self.failed(now)
-        if self.state is not State.OUT or now < self._out_until:
+        if self.state is not State.OUT:
+            self._seen_ill = False
             return False
-        self._move("healthy again")
+        if self._seen_ill:
+            self._seen_ill, self.failures = False, 0
+            self._move("healthy again")
+            return True
+        if now < self._out_until:
+            return False
+        self._move("to be tried")
         return True
 
     def removed(self) -> None:

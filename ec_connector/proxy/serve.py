@@ -67,5 +67,8 @@ def server(options: Options) -> uvicorn.Server:
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=5,
+            # Longer than load balancers keep an idle connection: whoever closes first must not
+            # be the one that a request is on its way to.
+            timeout_keep_alive=75,
         )
     )

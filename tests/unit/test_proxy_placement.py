@@ -117,6 +117,24 @@ def test_circuit_waits_longer_each_time_that_a_trial_fails() -> None:
     assert circuit.checked(True, now + FIRST_WAIT)
 
 
+def test_health_check_is_believed_if_it_saw_the_failure() -> None:
+    """A server that was dead serves at once when it is back; one that seemed well is tried."""
+    dead, odd = Circuit("dead"), Circuit("odd")
+    for _ in range(FAILURES):
+        dead.failed(0.0)
+        odd.failed(0.0)
+    assert not dead.checked(False, 0.1)
+    assert dead.checked(True, 0.2)
+    assert dead.state is State.SERVING
+    assert not odd.checked(True, 0.2)
+    assert odd.checked(True, FIRST_WAIT)
+    assert odd.state is State.TRIAL
+    assert odd.checked(False, FIRST_WAIT)
+    assert odd.checked(True, FIRST_WAIT)
+    assert odd.state is State.SERVING
+    assert not odd.failed(2.0)  # a row of failures starts anew
+
+
 def test_single_failures_take_nothing_out() -> None:
     """Only a row of them does, whether of requests or of health checks."""
     circuit = Circuit("s")
