@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from msgspec.structs import force_setattr
 from ec_connector.codecs.choice import check_codecs
 from ec_connector.config_keys import KEYS_OF_OTHERS, VLLM_FIELDS, Key, keys_of, read_value
 from ec_connector.errors import ConfigError
-from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList
+from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList, always_refused, is_host_name
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.units import format_size
 
@@ -32,7 +31,6 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 PAGE = 4 * KiB
-_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?", re.ASCII)
 
 
 def _size(low: int, high: int, text: str, *, agent: bool = True) -> Meta:
@@ -193,6 +191,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"advertise_host={self.advertise_host!r} is a wildcard that no peer can dial; "
                 f"give this host's own address or name, or leave it empty"
             )
+        name = "advertise_host" if self.advertise_host else "bind_host"
+        announced = getattr(self, name)
+        if announced not in WILDCARD_HOSTS and (kind := always_refused(announced)):
+            raise ConfigError(
+                f"{name}={announced!r} would be announced to peers, and {kind} address is never "
+                "dialled; set advertise_host to an address or name that peers can reach"
+            )
         _check_planes(self.planes)
         check_codecs(self.codecs)
         AllowList.parse(self.allow_peers)
@@ -313,7 +318,7 @@ def _check_host(name: str, host: str) -> None:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        if not _HOST.fullmatch(host):
+        if not is_host_name(host):
             raise ConfigError(
                 f"{name}={host!r} is neither an IP address nor a host name; give it without "
                 f"scheme, brackets or port (the port has its own key)"

@@ -72,6 +72,7 @@ def bind_peers(
             errno.EADDRINUSE: "it is in use: stop the other process, or set another port "
             "(or port 0, for a free one that is announced)",
             errno.EADDRNOTAVAIL: "this host has no such address: check bind_host",
+            errno.ENODEV: "no such address or name is known here: check bind_host",
         }.get(error.errno or 0, error.strerror or str(error))
         raise AgentStartError(
             f"cannot listen for peers on {host}:{port or 'any'}: {what}"

@@ -34,6 +34,9 @@ from ec_connector.protocol.effects import Address
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
+MAX_LOOKUPS = 128
+"""Names being looked up at one time, a thread each. Clients choose the names, and a name server
+may take half a minute for each."""
 
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -120,6 +123,7 @@ class PeerSockets:
         self._connections: dict[Address, _Connection] = {}
         self._unsent: dict[Address, list[bytes]] = {}
         self._resolved: queue.SimpleQueue[tuple[Address, list[str] | str]] = queue.SimpleQueue()
+        self._lookups = 0
         self._changes: list[Change] = []
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         reactor.add(self._wake_out, self._read_resolved)
@@ -130,10 +134,15 @@ class PeerSockets:
         try:
             ipaddress.ip_address(address.host)
         except ValueError:
+            if self._lookups >= MAX_LOOKUPS:
+                text = f"{address} is not looked up: {MAX_LOOKUPS} other names are, no answer yet"
+                self._changes.append(Refused(address, text))
+                return
             name = f"resolve-{address.host}"[:60]
             thread = threading.Thread(target=self._resolve, args=(address,), name=name, daemon=True)
             try:
                 thread.start()
+                self._lookups += 1
             except RuntimeError as error:  # the host gives no more threads
                 self._changes.append(Refused(address, f"{address} is not resolved: {error}"))
         else:
@@ -189,6 +198,7 @@ class PeerSockets:
         os.read(self._wake_out, 4096)
         while not self._resolved.empty():
             address, found = self._resolved.get()
+            self._lookups -= 1
             if address in self._unsent and address not in self._connections:
                 if isinstance(found, str):
                     self._changes.append(Refused(address, found))

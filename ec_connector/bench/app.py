@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ResultsError as error:
             print(error, file=sys.stderr)
             return USAGE
+    if fault := _unwritable(options):  # known now, not after minutes
+        print(fault, file=sys.stderr)
+        return USAGE
     with progress.status("starting") as status:
         try:
             run = measure(
@@ -72,6 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"no plot: {error}", file=sys.stderr)
             return USAGE
     return PROBLEM if any(row.must == FAILS for row in judge(run)) else GOOD
+
+
+def _unwritable(options: Any) -> str:
+    """Why a file that was asked for cannot be written; empty when none is known."""
+    for name, path in (("--json", options.json), ("--plot", options.plot)):
+        if path in (None, "", "-"):
+            continue
+        if Path(path).is_dir():
+            return f"{name} {path} is a directory; name a file"
+        if not Path(path).absolute().parent.is_dir():
+            return f"{name} {path}: there is no directory {Path(path).parent}; make it first"
+    return ""
 
 
 def _options(argv: Sequence[str] | None) -> Any:

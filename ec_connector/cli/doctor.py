@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from ec_connector.agent.__main__ import FILES_PER_PEER, least_files
+from ec_connector.agent.channel import connect
 from ec_connector.agent.listen import exposure
 from ec_connector.cli.vllm_probe import MISSING_HOOKS_ADVICE, find_vllm
 from ec_connector.codecs.choice import NONE, lacking, usable_codecs
@@ -67,6 +70,7 @@ def examine(settings: Settings) -> list[Finding]:
         ("plugin", _plugin),
         ("process watching", _process_watching),
         ("shared memory", _shared_memory),
+        ("open files", _open_files),
         ("pool size", _pool_size),
         ("address", _address),
         ("who may connect", _access),
@@ -153,6 +157,22 @@ def _shared_memory(_: Settings) -> tuple[str, str]:
     return GOOD, "a region can be mapped and written from a second process"
 
 
+def _open_files(settings: Settings) -> tuple[str, str]:
+    if settings.agent:
+        return NOTE, "the running agent has its own limit"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = least_files(settings)
+    wanted = least + FILES_PER_PEER * settings.max_peers
+    if most < least:
+        return PROBLEM, f"only {most} may be open, an agent needs {least}; raise ulimit -n"
+    if most < wanted:
+        return NOTE, (
+            f"{most} may be open: enough for some {(most - least) // FILES_PER_PEER} peers, "
+            f"not for max_peers={settings.max_peers}; raise ulimit -n to {wanted}"
+        )
+    return GOOD, f"{most} may be open, {wanted} are enough for max_peers={settings.max_peers}"
+
+
 def _pool_size(settings: Settings) -> tuple[str, str]:
     wanted = format_size(settings.pool_size)
     if settings.agent:
@@ -167,7 +187,16 @@ def _pool_size(settings: Settings) -> tuple[str, str]:
 
 
 def _address(settings: Settings) -> tuple[str, str]:
-    """Bind what the agent would bind."""
+    """Bind what the agent would bind, or meet the one that runs."""
+    if settings.agent:
+        try:
+            connect(settings.agent).close()
+        except OSError as error:
+            return PROBLEM, (
+                f"no agent answers at agent={settings.agent!r:.120}: {error}; give the endpoint "
+                "that a running 'ec-connector agent' printed"
+            )
+        return GOOD, f"an agent answers at {settings.agent}"
     host = settings.bind_host or "127.0.0.1"
     where = f"{host} port {settings.port or '(any)'}"
     try:

@@ -245,6 +245,17 @@ def _name(text: str) -> str:
     return name
 
 
+def is_host_name(text: str) -> bool:
+    """Whether ``text`` is spelled as a host name. What ends in a number is an address, or none."""
+    return bool(_name(text))
+
+
+def always_refused(host: str) -> str:
+    """The kind of address that no agent dials; empty when ``host`` is another, or a name."""
+    address = _address(host)
+    return "" if address is None else _never_dialled(address)
+
+
 def _never_dialled(address: _Address) -> str:
     """The kind of address that is refused always; empty when it is none."""
     for candidate in (address, *_embedded(address)):

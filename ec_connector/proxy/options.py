@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         "prefill": "servers that prefill for the decoders (ec_consumer, with a KV connector)",
     }.items():
         add(f"--{name}", metavar="URL", nargs="+", action="extend", type=_address, help=servers)
-    add("--host", help=f"address to listen on ({Options.host})")
+    add("--host", type=_host, help=f"address to listen on ({Options.host})")
     add("--port", type=_port, help=f"port, 0 for a free one ({Options.port})")
     add("--metadata-only", action=argparse.BooleanOptionalAction,
         help="send decoders placeholder metadata instead of media, where the model "
@@ -177,6 +177,14 @@ def root_url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:8101")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("a URL with a user or password would stand in logs: leave them out")
+    try:
+        spelled = parts.port != 0 and not any(c.isspace() for c in parts.netloc)
+    except ValueError:  # no number, or beyond 65535
+        spelled = False
+    if not spelled:
+        raise ValueError(f"{text!r} has no host and port such as 127.0.0.1:8101")
     if parts.path.strip("/") or parts.query or parts.fragment:
         raise ValueError(f"{text!r}: give the server's root, without a path")
     return f"{parts.scheme}://{parts.netloc}"
@@ -192,6 +200,12 @@ def _address(text: str) -> Address:
     if hash_ and (name != "ranks" or not ranks.isdecimal() or not 1 <= int(ranks) <= 4096):
         raise argparse.ArgumentTypeError(f"{text!r}: after # comes ranks=N, as in #ranks=4")
     return Address(root, int(ranks or 1))
+
+
+def _host(text: str) -> str:
+    if not text:  # an unset variable; aiohttp would listen on every address
+        raise argparse.ArgumentTypeError("it is empty; 0.0.0.0 stands for every address")
+    return text
 
 
 def _port(text: str) -> int:

@@ -182,6 +182,17 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "none.json" in capsys.readouterr().err
 
 
+def test_files_that_cannot_be_written_are_known_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slip in --json or --plot costs no minutes of measuring."""
+    monkeypatch.setattr(app, "measure", lambda *_: pytest.fail("it was measured first"))
+    for option in ("--json", "--plot"):
+        for path in (tmp_path, tmp_path / "none" / "run.json"):
+            assert app.main(["--quick", option, str(path)]) == app.USAGE
+            assert str(path) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("plane", [MEMORY, ZMQ])
 def test_crowd(plane: str) -> None:
     """Real agents: nothing is lost, and every item came by the plane in question."""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from ec_connector.agent.process import AgentProcess
 from ec_connector.cli import doctor
 from ec_connector.cli.vllm_probe import NEEDED_HOOKS, find_vllm, probe
-from ec_connector.config import Settings
+from ec_connector.config import AgentOptions, Settings
 from ec_connector.curve import make_keys
 from ec_connector.errors import RegionError
 from ec_connector.pool.memory import Room
@@ -164,3 +165,26 @@ def test_codecs_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     bad = finding("codecs", codecs=["zstd"])
     assert (bad.status, "ec-connector[zstandard]" in bad.text) == (doctor.PROBLEM, True)
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that no agent starts with is a problem, one below max_peers is worth knowing."""
+    for limit, status in ((16, doctor.PROBLEM), (1024, doctor.NOTE), (4096, doctor.GOOD)):
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        found = finding("open files")
+        assert found.status == status, limit
+        assert str(limit) in found.text
+
+
+def test_a_running_agent_is_met() -> None:
+    """agent= is good only where one answers."""
+    bad = finding("address", agent="ipc://@ec-connector-nobody")
+    assert bad.status == doctor.PROBLEM
+    assert "no agent answers" in bad.text
+    options = AgentOptions(settings=Settings(pool_size=8 << 20), owner_pid=os.getpid())
+    running = AgentProcess(options)
+    try:
+        good = finding("address", agent=running.endpoint)
+    finally:
+        running.stop()
+    assert good.status == doctor.GOOD

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,7 +12,7 @@ import pytest
 import zmq
 
 from ec_connector.agent.listen import bind_peers
-from ec_connector.agent.peers import Change, Down, PeerSockets, Refused, Up
+from ec_connector.agent.peers import MAX_LOOKUPS, Change, Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
 from ec_connector.protocol.addresses import AllowList
 from ec_connector.protocol.effects import Address
@@ -142,3 +143,28 @@ def test_nobody_listens(dialler: Dialler) -> None:
     assert Down(address) in dialler.until(lambda seen: Down(address) in seen)
     dialler.peers.close(address)
     assert not dialler.peers.send(address, b"late")
+
+
+def test_names_are_looked_up_in_bounds(dialler: Dialler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that name a thousand hosts get no thousand threads; afterwards names count again."""
+    answered = threading.Event()
+
+    def slow(*_args: object, **_kinds: object) -> list[object]:
+        answered.wait(PATIENCE)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    addresses = [Address(f"host-{number}.test", 5000) for number in range(1000)]
+    before = threading.active_count()
+    for address in addresses:
+        dialler.peers.open(address)
+    assert threading.active_count() - before <= MAX_LOOKUPS
+    assert len(dialler.peers.changes()) == len(addresses) - MAX_LOOKUPS
+    answered.set()
+    assert len(dialler.until(lambda seen: len(seen) == MAX_LOOKUPS)) == MAX_LOOKUPS
+    for address in addresses:
+        dialler.peers.close(address)
+    dialler.peers.open(addresses[-1])
+    (change,) = dialler.until(bool)
+    assert isinstance(change, Refused)
+    assert "does not resolve" in change.message

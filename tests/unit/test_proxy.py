@@ -605,6 +605,10 @@ def test_page_names_every_option() -> None:
         ["--max-body", "0"],
         ["--decode", "http://b/v1"],
         ["--decode", "b:80"],
+        ["--decode", "http://b:99999"],
+        ["--decode", "http://b:abc"],
+        ["--decode", "http://b c"],
+        ["--host", ""],
         ["--decode", "http://b#rank=4"],
         ["--decode", "http://b#ranks=0"],
         ["--nope"],
@@ -618,6 +622,16 @@ def test_wrong_options_end_with_status_2(
         main(["--encode", "http://a", "--decode", "http://b", *wrong])
     assert ended.value.code == 2
     assert wrong[0] in capsys.readouterr().err
+
+
+def test_no_password_of_a_url_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Addresses stand in logs, so one with a password is refused, without repeating it."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--encode", "http://user:hunter2@a", "--decode", "http://b"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "user or password" in shown
+    assert "hunter2" not in shown
 
 
 def test_port_in_use_ends_with_status_1(caplog: pytest.LogCaptureFixture) -> None:
