@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ec_connector.client import AgentClient
 from ec_connector.demo.servers import Server
+from ec_connector.errors import AgentLostError
 from ec_connector.protocol.local import AskStats, Stats
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -46,7 +47,11 @@ def agent_stats(server: Server) -> dict[str, int]:
     names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
     for name in sorted(name for name in names if name.startswith("@ec-connector-")):
         with AgentClient(f"ipc://{name}", "client") as client:
-            if client.hello(5.0).agent_pid == pid:
+            try:
+                found = client.hello(5.0).agent_pid
+            except AgentLostError:
+                continue  # somebody else's, which has ended since
+            if found == pid:
                 client.send(AskStats())
                 return next(m for m in client.receive(5.0) if isinstance(m, Stats)).values
     raise LookupError(f"agent {pid} of {server.name} is not reached")
