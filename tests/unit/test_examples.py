@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import stat
@@ -122,3 +123,20 @@ def test_scripts_want_a_model(script: str) -> None:
     )
     assert ran.returncode != 0
     assert "set MODEL" in ran.stderr
+
+
+@pytest.mark.timeout(200)
+def test_onnx_encoder() -> None:
+    """The tower is exported and served, a picture's rows are fetched, and all ends."""
+    for needed in ("torch", "transformers", "safetensors", "onnx", "onnxruntime", "blake3"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed; the example says what it needs")
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "onnx-encoder" / "run.py")],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ": 256 rows of 256\n" in ran.stdout
+    assert "vllm serve " in ran.stdout
