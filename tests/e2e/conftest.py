@@ -90,6 +90,7 @@ def roles() -> dict[str, Role]:
         "producer": Role(PRODUCER),
         "consumer": Role(CONSUMER, options=chunked),
         "both": Role(both, options=trusting, secured=True),
+        "both-open": Role(both),  # without keys, as the other engines here
         "both-cramped": Role(
             both,
             options=(*cramped, *trusting),

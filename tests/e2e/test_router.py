@@ -76,8 +76,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(fleet: Any) -> Iterator[World]:
-    """``both`` is an encoder here, and the engine that answers alone."""
-    producer, both, consumer = fleet.need("producer", "both", "consumer")
+    """The second encoder is also the engine that answers alone."""
+    producer, both, consumer = fleet.need("producer", "both-open", "consumer")
     for server in (producer, both, consumer):
         encoded_pictures(server.url)
     (port,) = free_ports(1)
