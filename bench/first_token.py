@@ -22,7 +22,7 @@ from ec_connector.demo.models import make_llava, make_qwen2_vl
 from ec_connector.demo.questions import PROMPT, Album
 from ec_connector.demo.servers import Servers
 
-PICTURES = (1, 4)
+PICTURES = (1, 8)
 MODELS = {"pixels to both": make_llava, "metadata for the decoder": make_qwen2_vl}
 
 

@@ -39,7 +39,8 @@ def pack(raw: Bytes, dtype: str, width: int) -> Bytes | None:
     scales = np.where(largest < _TINY, np.float32(0), largest / np.float32(_LEVELS))
     divisors = np.where(scales > 0, scales, np.float32(1))
     numbers = np.clip(np.rint(rows / divisors[:, None]), -_LEVELS, _LEVELS).astype(np.int8)
-    return np.concatenate([scales.astype("<f4").view(np.uint8), numbers.reshape(-1).view(np.uint8)])
+    parts: list[Bytes] = [scales.astype("<f4").view(np.uint8), numbers.reshape(-1).view(np.uint8)]
+    return np.concatenate(parts)
 
 
 def unpack(packed: Bytes, dtype: str, width: int) -> Bytes:
