@@ -27,6 +27,8 @@ def start(first: str = ":", stdout: int = subprocess.PIPE, options: AgentOptions
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=subprocess.PIPE,
+        # These tests may run under nohup themselves.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert agent.stdin is not None
     agent.stdin.write(options.to_json() + b"\n")
