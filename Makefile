@@ -20,7 +20,7 @@ python_of = $(call first_python,python$(1) $(wildcard $(HOME)/.pyenv/versions/$(
 # The other Pythons of this machine, for what needs no vLLM.
 OTHERS := $(foreach v,3.12 3.13,$(if $(call python_of,$(v)),$(v)))
 
-.PHONY: help env demo test lint quick others chaos e2e fuzz soak bench clean $(OTHERS:%=quick-%)
+.PHONY: help env demo test lint quick others chaos e2e fuzz audit soak bench clean $(OTHERS:%=quick-%)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ FUZZ_SECONDS ?= 600
 fuzz: .venv/.fuzz-tools ## fuzz decoders and state machines (ten minutes each of eight; FUZZ_SECONDS=60)
 	$(BIN)/python -m tests.fuzz $(FUZZ_SECONDS) $(ARGS)
 
+audit: .venv/.audit-tools ## known vulnerabilities of what the package depends on (asks pypi.org)
+	$(BIN)/pip-audit --strict $(ARGS) .
+
 SECONDS_OF_SOAK ?= 600
 soak: env ## random load and random faults (ten minutes; SECONDS_OF_SOAK=60)
 	$(BIN)/python -m tests.chaos.soak $(SECONDS_OF_SOAK)
@@ -73,6 +76,10 @@ clean: ## remove all that these targets made
 
 .venv/.fuzz-tools: pyproject.toml | env
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[fuzz]'
+	@touch $@
+
+.venv/.audit-tools: pyproject.toml | env
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[audit]'
 	@touch $@
 
 .venv/.bench-tools: pyproject.toml | env
