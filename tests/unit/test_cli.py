@@ -227,7 +227,7 @@ def test_settings_that_cannot_be_read(verb: tuple[str, str], tmp_path: Path) -> 
         ("", 2, "no settings given"),
         (str(latin), 2, "save it as UTF-8"),
         ('{"bind_host": "\udcff"}', 1, "not JSON"),
-        ('{"x":' + "[" * 5000 + "]" * 5000 + "}", 1, "not JSON"),
+        ('{"x":' + "[" * 200_000 + "]" * 200_000 + "}", 1, "not JSON"),
     ):
         result = run(*verb, text)
         assert result.exit_code == status, text[:20]
