@@ -30,6 +30,7 @@ from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.protocol.connections import Connections
 from ec_connector.protocol.deadlines import Deadlines
+from ec_connector.protocol.delivered import Delivered
 from ec_connector.protocol.effects import (
     Address,
     CopyFromPeer,
@@ -41,11 +42,10 @@ from ec_connector.protocol.effects import (
     Unpack,
 )
 from ec_connector.protocol.fetch import MOVING, Fetch, FetchState, Waiter
+from ec_connector.protocol.fetches import Fetches
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
 from ec_connector.protocol.messages import (
-    MAX_HASH_CHARS,
-    MAX_RANK,
     XferAck,
     XferChunk,
     XferCredit,
@@ -56,6 +56,14 @@ from ec_connector.protocol.messages import (
 from ec_connector.protocol.producer import MAX_PARK_SECONDS
 from ec_connector.protocol.texts import harmless
 from ec_connector.protocol.tickets import Tickets
+from ec_connector.protocol.wanted import (
+    ack_fault,
+    fits,
+    in_order,
+    may_unpack,
+    plane_fault,
+    unservable,
+)
 
 OWNER: Final = b"fetch"
 """Who reserved an entry that a fetch is filling."""
@@ -109,15 +117,12 @@ class ConsumerMachine:
         self._chunk = chunk_bytes
         self._tickets = tickets
         self._codecs = codecs
-        self._fetches: dict[str, Fetch] = {}
-        self._by_xfer: dict[int, str] = {}
+        self._fetches = Fetches(session_id)
         self._peers = Connections(connect_timeout, max_peers, lanes, window_bytes)
-        # A key can stand for several generations: one delivered before its key got new content.
-        self._pinned: dict[bytes, dict[str, list[Entry]]] = {}
+        self._delivered = Delivered(pool)
         self._waiting_for_room: dict[str, None] = {}
         self._waiters: Deadlines[tuple[str, bytes]] = Deadlines()
         self._retries: Deadlines[str] = Deadlines()
-        self._xfers = 0
         self.counts: Counter[str] = Counter()
 
     # ── what clients say ─────────────────────────────────────────────────────
@@ -127,7 +132,7 @@ class ConsumerMachine:
         self.counts["fetches"] += 1
         waiter = Waiter(now + item.timeout_ms / 1000.0, now)
         entry = self._pool.get(item.key)
-        if entry is not None and entry.ready and _fits(entry, item):
+        if entry is not None and entry.ready and fits(entry, item):
             return [self._ready(client, entry, waiter, now, "pool", "")]
         running = self._fetches.get(item.key)
         if running is not None:
@@ -137,12 +142,9 @@ class ConsumerMachine:
             running.waiters[client] = waiter
             self._waiters.set((item.key, client), waiter.deadline)
             return []
-        if item.nbytes < 0 or len(item.shape) > MAX_RANK or min(item.shape, default=0) < 0:
-            text = f"{item.nbytes} bytes of shape {item.shape[: MAX_RANK + 1]} are no item"
-            return [self._failed(client, item, "mismatch", text)]
-        if len(item.key) > MAX_HASH_CHARS:
-            text = f"a key of over {MAX_HASH_CHARS} characters is not served"
-            return [self._failed(client, item, "missing", text)]
+        reason, text = unservable(item)
+        if reason:
+            return [self._failed(client, item, reason, text)]
         if entry is None and not item.peer_host:
             return [self._failed(client, item, "missing", "not in this engine's pool")]
         if item.peer_host and not self._has_ticket(item):
@@ -152,7 +154,7 @@ class ConsumerMachine:
         address = self._peers.lane(Address(item.peer_host, item.peer_port))
         fetch = Fetch(item, address)
         fetch.waiters[client] = waiter
-        self._fetches[item.key] = fetch
+        self._fetches.add(fetch)
         self._waiters.set((item.key, client), waiter.deadline)
         if entry is not None and not entry.ready:
             fetch.move("saved here")
@@ -188,18 +190,15 @@ class ConsumerMachine:
             self._waiters.cancel((key, client))
             if not fetch.waiters:
                 effects += self._finish(key, "unwanted")
-        for entry in self._pinned.get(client, {}).pop(key, ()):
-            self._pool.unpin(entry.generation, _pin(client), now)
+        self._delivered.release(client, key, now)
         return [*effects, *self.room(now)]
 
     def client_gone(self, client: bytes, now: float) -> list[Effect]:
         """A client's process ended: nothing is pinned or fetched for it any more."""
         effects: list[Effect] = []
-        keys = dict.fromkeys(self._pinned.get(client, ()))
-        keys.update((key, None) for key, fetch in self._fetches.items() if client in fetch.waiters)
-        for key in keys:
+        waits = (fetch.item.key for fetch in self._fetches if client in fetch.waiters)
+        for key in dict.fromkeys([*self._delivered.keys(client), *waits]):
             effects += self.release(client, key, now)
-        self._pinned.pop(client, None)
         return effects
 
     # ── what the pool says ───────────────────────────────────────────────────
@@ -212,7 +211,7 @@ class ConsumerMachine:
             return []
         if entry is None or not entry.ready:
             return []
-        if not _fits(entry, fetch.item):
+        if not fits(entry, fetch.item):
             return self._fail(key, "mismatch", "what was saved here is of another size or shape")
         return self._deliver(key, entry, "pool", now)
 
@@ -236,9 +235,9 @@ class ConsumerMachine:
     def drop_all(self) -> list[Effect]:
         """The model's weights changed: what is on its way is not wanted any more."""
         effects: list[Effect] = []
-        for key in list(self._fetches):
+        for fetch in self._fetches:
             text = "the model's weights changed meanwhile"
-            effects += self._fail(key, "missing", text, hand_back=True)
+            effects += self._fail(fetch.item.key, "missing", text, hand_back=True)
         return effects
 
     # ── what producers say ───────────────────────────────────────────────────
@@ -249,32 +248,25 @@ class ConsumerMachine:
         A number: packed, and so long. Called before the payload is read; ``answered`` or
         ``arrived`` follows.
         """
-        fetch = self._match(address, message)
+        fetch = self._fetches.match(address, message)
         if fetch is None or fetch.entry is None:
             return None
         if isinstance(message, XferAck):
-            wanted = fetch.state is FetchState.ASKED and not self._ack_fault(message, fetch.item)
-            whole = Span(fetch.entry, 0, fetch.entry.nbytes)
-            return whole if wanted and not message.codec else None
-        end = message.offset + message.nbytes
-        in_order = message.offset == fetch.came and message.nbytes > 0
-        if fetch.state is not FetchState.RECEIVING or not in_order or end > fetch.entry.nbytes:
+            if fetch.state is not FetchState.ASKED or message.codec:
+                return None
+            fault = ack_fault(message, fetch.item, self._codecs)
+            return None if fault else Span(fetch.entry, 0, fetch.entry.nbytes)
+        if fetch.state is not FetchState.RECEIVING or not in_order(message, fetch):
             return None
         if not message.codec:
             return Span(fetch.entry, message.offset, message.nbytes)
-        # What unpacking takes is bounded here, before anything is kept: a run is no longer
-        # than was asked for, its packed form shorter than the run, and all that waits to be
-        # unpacked within the credit.
-        asked_for = message.codec == fetch.codec and message.nbytes <= self._chunk
-        asked_for = asked_for and end <= fetch.credited
-        shorter = message.packed_nbytes < message.nbytes
-        return message.packed_nbytes if asked_for and shorter else None
+        return message.packed_nbytes if may_unpack(message, fetch, self._chunk) else None
 
     def answered(
         self, address: Address, ack: XferAck, payload: int | None, now: float
     ) -> list[Effect]:
         """A producer answered. ``payload``: length of what came behind the ack, None if nothing."""
-        fetch = self._match(address, ack)
+        fetch = self._fetches.match(address, ack)
         if fetch is None or fetch.entry is None:
             return self._hand_back(address, ack)
         if fetch.state is not FetchState.ASKED:
@@ -288,19 +280,12 @@ class ConsumerMachine:
             if ack.traceback:
                 text += "\n" + harmless(ack.traceback, keep="\n\t")
             return self._fail(key, reason, text, harmless(ack.factor))
-        if fault := self._ack_fault(ack, fetch.item):
+        fault = ack_fault(ack, fetch.item, self._codecs) or plane_fault(ack, self._planes)
+        if fault:
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
         fetch.plane = ack.plane or "zmq"
         fetch.codec = ack.codec
-        if fetch.plane not in ("zmq", "memory"):
-            fault = f"the producer chose the plane {fetch.plane!r}, which was not asked for"
-            return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
-        if fetch.plane == "memory":
-            if ack.region is None or "memory" not in self._planes:
-                fault = (
-                    "the producer offers memory that it does not name, or that was not asked for"
-                )
-                return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
+        if fetch.plane == "memory" and ack.region is not None:
             # A state of its own: bytes from elsewhere must not end a fetch whose copy goes on.
             fetch.move("memory shown")
             copy = CopyFromPeer(
@@ -322,7 +307,7 @@ class ConsumerMachine:
                 return [*self._hand_back(address, ack), *failed]
         fetch.move("bytes come")
         self._peers.streamed(fetch.address, now - fetch.asked_at)
-        fetch.window_began, fetch.window_received = now, 0
+        fetch.window_began = now
         if payload is None:
             return []
         return self._landed(key, payload, fetch.entry.nbytes, now)
@@ -334,7 +319,7 @@ class ConsumerMachine:
 
         Where ``landing`` gave a number, and so many bytes came: those.
         """
-        fetch = self._match(address, chunk)
+        fetch = self._fetches.match(address, chunk)
         if fetch is None or fetch.state is not FetchState.RECEIVING:
             return []
         key = fetch.item.key
@@ -349,16 +334,17 @@ class ConsumerMachine:
 
     def unpacking_to(self, xfer_id: int, chunk: XferChunk) -> Span | None:
         """Where bytes unpacked meanwhile belong; None: they are not wanted any more."""
-        fetch = self._fetches.get(self._by_xfer.get(xfer_id, ""))
-        if fetch is None or fetch.state is not FetchState.RECEIVING:
+        fetch = self._fetches.attempt(xfer_id, FetchState.RECEIVING)
+        if fetch is None:
             return None
         return Span(fetch.room(), chunk.offset, chunk.nbytes)
 
     def unpacked(self, xfer_id: int, chunk: XferChunk, fault: str, now: float) -> list[Effect]:
         """A chunk's bytes are where ``unpacking_to`` said, or could not be had (``fault``)."""
-        if self.unpacking_to(xfer_id, chunk) is None:
+        fetch = self._fetches.attempt(xfer_id, FetchState.RECEIVING)
+        if fetch is None:
             return []
-        key = self._by_xfer[xfer_id]
+        key = fetch.item.key
         if fault:
             text = f"bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, {chunk.codec}: {fault}"
             return self._fail(key, "mismatch", text, hand_back=True)
@@ -371,10 +357,10 @@ class ConsumerMachine:
         A region that cannot be mapped, or was overwritten under the copy, is
         no loss: the item is asked for again over ZMQ.
         """
-        key = self._by_xfer.get(xfer_id)
-        fetch = self._fetches.get(key) if key is not None else None
-        if key is None or fetch is None or fetch.state is not FetchState.COPYING:
+        fetch = self._fetches.attempt(xfer_id, FetchState.COPYING)
+        if fetch is None:
             return []
+        key = fetch.item.key
         if not fault:
             nbytes = fetch.room().nbytes
             return self._landed(key, nbytes, nbytes, now)
@@ -404,7 +390,7 @@ class ConsumerMachine:
                 effects += self._stop_copy(fetch)
                 fetch.move("connection lost")
                 fetch.came = fetch.received = 0
-            self._renumber(fetch)
+            self._fetches.renumber(fetch)
         return effects
 
     def peer_refused(self, address: Address, message: str) -> list[Effect]:
@@ -446,31 +432,23 @@ class ConsumerMachine:
 
     def validate(self) -> None:
         """Raise InternalError if the tables disagree with each other."""
-        for key, fetch in self._fetches.items():
-            if not fetch.waiters:
-                raise InternalError(f"nobody waits for the fetch of {key!r}")
+        self._fetches.validate()
+        self._peers.validate()
+        self._delivered.validate()
+        for fetch in self._fetches:
+            key = fetch.item.key
             remote = fetch.state is not FetchState.LOCAL
             if remote and key not in self._peers.users(fetch.address):
                 raise InternalError(f"the fetch of {key!r} has no peer")
-            has_room = fetch.state not in (FetchState.LOCAL, FetchState.MEETING, FetchState.ROOM)
-            if has_room != (fetch.entry is not None):
-                raise InternalError(f"the fetch of {key!r} is {fetch.state} with {fetch.entry}")
             if (fetch.state is FetchState.ROOM) != (key in self._waiting_for_room):
                 raise InternalError(f"the fetch of {key!r} and the queue for room differ")
-        self._peers.validate()
-        if len(self._by_xfer) != sum(f.entry is not None for f in self._fetches.values()):
-            raise InternalError("transfers and fetches differ in number")
-        for client, delivered in self._pinned.items():
-            for key, entries in delivered.items():
-                if any(_pin(client) not in entry.pins for entry in entries):
-                    raise InternalError(f"{key!r} is delivered to {client!r} without a pin")
 
     # ── asking ───────────────────────────────────────────────────────────────
 
     def _replace(self, key: str, now: float) -> list[Effect]:
         """Start a fetch whose producer is allowed; what is here of other content makes way."""
         entry = self._pool.get(key)
-        if entry is not None and not _fits(entry, self._fetches[key].item):
+        if entry is not None and not fits(entry, self._fetches[key].item):
             # A client-chosen identifier was used twice; ours is not what is wanted.
             self._pool.drop(key)
         return self._start(key, now)
@@ -499,12 +477,9 @@ class ConsumerMachine:
 
     def _ask(self, key: str, now: float, without: str = "") -> list[Effect]:
         fetch = self._fetches[key]
-        self._renumber(fetch)
+        self._fetches.renumber(fetch)
         fetch.move("asks")
-        fetch.came = fetch.received = fetch.owed_credit = 0
-        fetch.codec = ""
-        fetch.asked_at, fetch.window = now, self._peers.flow(fetch.address).window
-        fetch.credited = fetch.window
+        fetch.start_over(self._peers.flow(fetch.address).window, now)
         patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
             mm_hash=key,
@@ -529,27 +504,12 @@ class ConsumerMachine:
         fetch.backoff = min(fetch.backoff * 2, MAX_BACKOFF)
         return []
 
-    def _renumber(self, fetch: Fetch) -> None:
-        self._by_xfer.pop(fetch.xfer_id, None)
-        self._xfers += 1
-        fetch.xfer_id = self._xfers
-        if fetch.entry is not None:
-            self._by_xfer[fetch.xfer_id] = fetch.item.key
-
-    def _match(self, address: Address, message: XferAck | XferChunk) -> Fetch | None:
-        key = self._by_xfer.get(message.xfer_id)
-        if key is None or message.session_id != self._session:
-            return None
-        fetch = self._fetches[key]
-        named = message.mm_hash if isinstance(message, XferAck) else key
-        return fetch if fetch.address == address and named == key else None
-
     def _same_item(self, running: Fetch, item: FetchItem) -> bool:
         if not item.peer_host:
             return True  # asks for whatever this pool has; it checks the answer itself
         if running.state is FetchState.LOCAL:
             entry = self._pool.get(item.key)
-            return entry is not None and _fits(entry, item)
+            return entry is not None and fits(entry, item)
         mine = running.item
         return (mine.nbytes, mine.dtype, mine.shape) == (item.nbytes, item.dtype, item.shape)
 
@@ -569,19 +529,11 @@ class ConsumerMachine:
                 return self._fail(key, "missing", "dropped while it arrived", hand_back=True)
             done = self._done_effects(fetch)
             return [*self._deliver(key, entry, fetch.plane, now), *done]
-        fetch.owed_credit += payload
-        fetch.window_received += payload
-        if fetch.window_received >= fetch.window:
-            flow = self._peers.flow(fetch.address)
-            window = flow.passed(fetch.window, now - fetch.window_began)
-            fetch.owed_credit += window - fetch.window
-            fetch.window, fetch.window_began, fetch.window_received = window, now, 0
-        if fetch.owed_credit < fetch.window // 4:
+        credit = fetch.credit_due(payload, self._peers.flow(fetch.address), now)
+        if not credit:
             return []
-        credit = XferCredit(self._session, key, fetch.xfer_id, fetch.owed_credit)
-        fetch.credited += fetch.owed_credit
-        fetch.owed_credit = 0
-        return [SendToProducer(fetch.address, credit)]
+        message = XferCredit(self._session, key, fetch.xfer_id, credit)
+        return [SendToProducer(fetch.address, message)]
 
     def _deliver(self, key: str, entry: Entry, plane: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
@@ -597,10 +549,7 @@ class ConsumerMachine:
     def _ready(
         self, client: bytes, entry: Entry, waiter: Waiter, now: float, plane: str, peer: str
     ) -> Tell:
-        self._pool.pin(entry.key, _pin(client), None, now)
-        entries = self._pinned.setdefault(client, {}).setdefault(entry.key, [])
-        if entry not in entries:
-            entries.append(entry)
+        self._delivered.add(client, entry, now)
         self.counts[f"ready_{plane}"] += 1
         message = Ready(
             key=entry.key,
@@ -652,8 +601,7 @@ class ConsumerMachine:
         return [*done, *self._remove(key, event)]
 
     def _remove(self, key: str, event: str) -> list[Effect]:
-        fetch = self._fetches.pop(key)
-        self._by_xfer.pop(fetch.xfer_id, None)
+        fetch = self._fetches.remove(key)
         self._waiting_for_room.pop(key, None)
         self._retries.cancel(key)
         for client in fetch.waiters:
@@ -675,18 +623,6 @@ class ConsumerMachine:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
         return [SendToProducer(fetch.address, done)]
 
-    def _ack_fault(self, ack: XferAck, item: FetchItem) -> str:
-        """What is wrong with an OK ack for this item; empty when nothing is."""
-        sent = (ack.nbytes, ack.dtype, ack.shape)
-        due = (item.nbytes, item.dtype, item.shape)
-        if ack.status is not XferStatus.OK:
-            return ""
-        if sent != due:
-            return f"the producer holds {sent} (bytes, dtype, shape) where {due} was announced"
-        if ack.codec and (ack.codec == NONE or ack.codec not in self._codecs):
-            return f"the producer packs with {ack.codec!r}, which was not offered"
-        return ""
-
     def _hand_back(self, address: Address, ack: XferAck) -> list[Effect]:
         if ack.status is not XferStatus.OK or ack.session_id != self._session:
             return []
@@ -695,14 +631,3 @@ class ConsumerMachine:
 
 def _no_connection(address: Address, seconds: float) -> str:
     return f"no connection to {address} for {seconds:.1f} s"
-
-
-def _pin(client: bytes) -> str:
-    return f"client/{client.hex()}"
-
-
-def _fits(entry: Entry, item: FetchItem) -> bool:
-    if not item.peer_host:
-        return True
-    have = (entry.nbytes, entry.dtype, tuple(entry.shape))
-    return have == (item.nbytes, item.dtype, tuple(item.shape))

@@ -10,6 +10,7 @@ from typing import Final
 from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import Entry
 from ec_connector.protocol.effects import Address
+from ec_connector.protocol.flow import Flow
 from ec_connector.protocol.local import FetchItem
 from ec_connector.states import Table
 
@@ -96,6 +97,27 @@ class Fetch:
     def move(self, event: str) -> None:
         """Something happened to it. Raises InternalError where that cannot be."""
         self.state = FETCH.after(self.state, event, self.item.key)
+
+    def start_over(self, window: int, now: float) -> None:
+        """The item is asked for from its first byte on, with ``window`` bytes under way."""
+        self.came = self.received = self.owed_credit = self.window_received = 0
+        self.codec = ""
+        self.asked_at = now
+        self.window = self.credited = window
+
+    def credit_due(self, nbytes: int, flow: Flow, now: float) -> int:
+        """So many bytes more are in the pool; how many more the producer may send, if worth it."""
+        self.owed_credit += nbytes
+        self.window_received += nbytes
+        if self.window_received >= self.window:
+            window = flow.passed(self.window, now - self.window_began)
+            self.owed_credit += window - self.window
+            self.window, self.window_began, self.window_received = window, now, 0
+        if self.owed_credit < self.window // 4:
+            return 0
+        due, self.owed_credit = self.owed_credit, 0
+        self.credited += due
+        return due
 
     def room(self) -> Entry:
         """The entry that the bytes go to. Raises InternalError where none is reserved."""
