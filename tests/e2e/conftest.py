@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ SMALL_POOL = {"pool_size": "128MiB"}
 class Role:
     """How to start an engine. ``model`` is a key of :attr:`Fleet.models`.
 
-    ``secured``: with keys and tickets, those of :attr:`Fleet.secrets`.
+    ``secured``: with keys and tickets, those of :attr:`Fleet.secrets`. ``registers``: at the
+    router of :attr:`Fleet.router_port`, whenever one listens there.
     """
 
     ec: Mapping[str, Any] | None = None
@@ -69,6 +71,7 @@ class Role:
     env: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     secured: bool = False
+    registers: bool = False
 
 
 def roles() -> dict[str, Role]:
@@ -88,7 +91,7 @@ def roles() -> dict[str, Role]:
     return {
         "alone": Role(),
         "producer": Role(PRODUCER),
-        "consumer": Role(CONSUMER, options=chunked),
+        "consumer": Role(CONSUMER, options=chunked, registers=True),
         "both": Role(both, options=trusting, secured=True),
         "both-open": Role(both),  # without keys, as the other engines here
         "both-cramped": Role(
@@ -146,11 +149,17 @@ class Fleet:
     MOST = 3
 
     def __init__(
-        self, servers: Servers, models: Mapping[str, Path], secrets: Mapping[str, str]
+        self,
+        servers: Servers,
+        models: Mapping[str, Path],
+        secrets: Mapping[str, str],
+        router_token: Path,
     ) -> None:
         self.servers = servers
         self.models = models
         self.secrets = secrets
+        (self.router_port,) = free_ports(1)
+        self.router_token = router_token
         self._roles = roles()
         self._running: dict[str, Server] = {}  # the least recently used first
 
@@ -182,6 +191,12 @@ class Fleet:
     def _start(self, name: str) -> Server:
         role, port = self._roles[name], free_ports(1)[0]
         settings = {**SMALL_POOL, **role.settings, **(self.secrets if role.secured else {})}
+        if role.registers:
+            settings |= {
+                "proxy_url": f"http://127.0.0.1:{self.router_port}",
+                "http_url": f"http://127.0.0.1:{port}",
+                "proxy_token": str(self.router_token),
+            }
         command = vllm_command(
             self.models[role.model],
             port,
@@ -208,8 +223,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "curve_keys": str(folder / "keys"),
         "ticket_key": str(folder / "keys" / "ticket_key"),
     }
+    token = folder / "router_token"
+    token.write_text(token_hex(32))
+    token.chmod(0o600)
     with Servers() as servers:
-        yield Fleet(servers, models, secrets)
+        yield Fleet(servers, models, secrets, token)
     # vLLM itself leaves the shared memory of an engine of several ranks.
     assert [line for line in servers.leftovers if "vllm_dist_" not in line] == []
 

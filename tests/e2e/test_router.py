@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai", reason="the client that is tested; in the test extra")
+httpx = pytest.importorskip("httpx", reason="what that client is built on")
 
 from ec_connector.demo.chat import Body, ask, chat_body  # noqa: E402
 from ec_connector.demo.questions import Album  # noqa: E402
@@ -30,11 +32,14 @@ from ec_connector.proxy.placement import by_key  # noqa: E402
 
 TEXT = "What is to be seen?"
 REPLACED = "vllm:ec_proxy_items_replaced_total"
+REGISTERS_SECONDS = 30
+LONG = 300
+"""Tokens of an answer that is still being made when its decoder is killed."""
 
 
 @dataclass
 class World:
-    """Two encoders, a decoder, the router before them, and its client."""
+    """Two encoders, a decoder that registers itself, the router before them, and its client."""
 
     encoders: list[Server]
     decoder: Server
@@ -44,14 +49,24 @@ class World:
 
     def answer(self, body: Body, *, stream: bool) -> str:
         """What the official client makes of the router's answer."""
+        if stream:
+            return "".join(self.stream(body))
+        got = self._ask(body, stream=False)
+        text: str = got.choices[0].message.content
+        return text
+
+    def stream(self, body: Body) -> Iterator[str]:
+        """The same, piece by piece; none is empty."""
+        for chunk in self._ask(body, stream=True):
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+    def _ask(self, body: Body, *, stream: bool) -> Any:
         known = {name: body[name] for name in ("messages", "max_tokens", "temperature")}
         extra = {"ignore_eos": True, "return_token_ids": True}
-        got = self.client.chat.completions.create(
+        return self.client.chat.completions.create(
             model=self.model, stream=stream, extra_body=extra, **known
         )
-        if not stream:
-            return got.choices[0].message.content
-        return "".join(chunk.choices[0].delta.content or "" for chunk in got if chunk.choices)
 
     def reference(self, body: Body) -> str:
         """What an engine answers that encodes by itself and was not asked by the router."""
@@ -68,10 +83,29 @@ class World:
         target = by_key(item.key, instances.targets(Role.ENCODE))
         return next(one for one in self.encoders if one.url == target.instance.url)
 
-    def states(self) -> dict[str, dict[str, Any]]:
-        """The router's own view of its servers."""
-        with urllib.request.urlopen(f"{self.router.url}/instances", timeout=10) as answer:
-            return {one["url"]: one for one in json.load(answer)["instances"]}
+
+def start_router(fleet: Any, port: int, *options: str) -> Server:
+    """A router that lives; it may know of no decoder yet."""
+    command = [sys.executable, "-m", "ec_connector.proxy", "--port", str(port), *options]
+    router: Server = fleet.servers.start("router", command, port=port)
+    fleet.servers.wait_healthy([router], timeout=30)
+    return router
+
+
+def ready(router: Server) -> bool:
+    """Whether it has a decoder that serves."""
+    try:
+        with urllib.request.urlopen(f"{router.url}/ready", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        with error:
+            return False
+
+
+def states(router: Server) -> dict[str, dict[str, Any]]:
+    """The router's own view of its servers, by URL; of one with two roles, the decoder."""
+    with urllib.request.urlopen(f"{router.url}/instances", timeout=10) as answer:
+        return {one["url"]: one for one in json.load(answer)["instances"]}
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +114,14 @@ def world(fleet: Any) -> Iterator[World]:
     producer, both, consumer = fleet.need("producer", "both-open", "consumer")
     for server in (producer, both, consumer):
         encoded_pictures(server.url)
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "ec_connector.proxy", "--port", str(port)]
-    command += ["--encode", producer.url, both.url, "--decode", consumer.url]
-    router = fleet.servers.start("router", command, port=port)
-    fleet.servers.wait_healthy([router], timeout=30)
+    router = start_router(
+        fleet, fleet.router_port, "--encode", producer.url, both.url,
+        "--register-token", str(fleet.router_token),
+    )  # fmt: skip
+    registers = time.monotonic() + REGISTERS_SECONDS
+    while not ready(router):
+        assert time.monotonic() < registers, router.tail() + consumer.tail()
+        time.sleep(0.1)
     with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
         yield World([producer, both], consumer, router, client, model.id)
@@ -180,7 +217,7 @@ def test_encoder_killed_in_mid_request(world: World, album: Album, fleet: Any) -
     try:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(world.answer, body, stream=True)
-            while not world.states()[victim.url]["load"] and not answer.done():
+            while not states(world.router)[victim.url]["load"] and not answer.done():
                 time.sleep(0.02)
             assert not answer.done()
             for pid in victim.processes():
@@ -195,3 +232,53 @@ def test_encoder_killed_in_mid_request(world: World, album: Album, fleet: Any) -
     assert text == world.reference(body)
     after = chat_body([album.photo(224, 224)], TEXT)
     assert world.answer(after, stream=False) == world.reference(after)
+
+
+def test_decoder_killed_in_mid_answer(world: World, album: Album, fleet: Any) -> None:
+    """Two answers are being streamed, one by each decoder; two requests wait for their first token.
+
+    With one decoder its own answer breaks off and its own waiting request is refused; what the
+    other one has in hand ends as it should.
+    """
+    other, victim = fleet.need("both-open", "consumer")
+    (port,) = free_ports(1)
+    router = start_router(fleet, port, "--encode", other.url, "--decode", victim.url, other.url)
+    long = [chat_body([album.photo(224, 224)], TEXT, max_tokens=LONG) for _ in range(2)]
+    short = [chat_body([album.photo(224, 224)], TEXT) for _ in range(2)]
+    with (
+        openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        through = World(world.encoders, victim, router, client, world.model)
+        streams = [through.stream(body) for body in long]
+        begun = [next(stream) for stream in streams]
+        for pid in victim.processes():
+            os.kill(pid, signal.SIGSTOP)
+        waiting = [pool.submit(through.answer, body, stream=False) for body in short]
+        while states(router)[victim.url]["load"] < 2:
+            time.sleep(0.02)
+        for pid in victim.processes():
+            os.kill(pid, signal.SIGKILL)
+
+        endings = [pool.submit("".join, stream) for stream in streams]
+        outcomes = [future.exception(60) for future in (*endings, *waiting)]
+        victim.process.wait()
+        fleet.stop("consumer")
+        assert [error is None for error in outcomes[:2]].count(True) == 1
+        (broken,) = [error for error in outcomes[:2] if error is not None]
+        assert isinstance(broken, httpx.RemoteProtocolError | openai.APIError)
+        (refused,) = [error for error in outcomes[2:] if error is not None]
+        assert isinstance(refused, openai.InternalServerError)
+        assert refused.status_code == 502
+        for body, start, ending in zip(long, begun, endings, strict=True):
+            if ending.exception() is None:
+                assert start + ending.result() == world.reference(body)
+        for body, answer in zip(short, waiting, strict=True):
+            if answer.exception() is None:
+                assert answer.result() == world.reference(body)
+        assert through.answer(short[0], stream=True) == world.reference(short[0])
+    fleet.servers.stop([router])
+    left = time.monotonic() + REGISTERS_SECONDS
+    while victim.url in states(world.router):
+        assert time.monotonic() < left, "a registered engine that was killed is not forgotten"
+        time.sleep(0.1)
