@@ -39,6 +39,7 @@ from ec_connector.proxy.intake import Answering, RefusedError, read_body, until_
 from ec_connector.proxy.options import Options
 from ec_connector.proxy.probes import check, probe
 from ec_connector.proxy.registrar import MAX_BYTES, Registrar
+from ec_connector.proxy.spans import spans_to
 from ec_connector.proxy.upstream import Upstream
 from ec_connector.token_file import load_token
 
@@ -78,6 +79,7 @@ class Router:
         self.registrar = Registrar(
             self.instances, load_token("--register-token", token) if token else ""
         )
+        self.spans = spans_to(options.otlp_traces_endpoint)
         self.upstream: Upstream
         self.encoders: Encoders
         self.decoders: Decoders
@@ -85,7 +87,7 @@ class Router:
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         options, instances, counters = self.options, self.instances, self.counters
-        self.upstream = Upstream(options)
+        self.upstream = Upstream(options, self.spans)
         self.encoders = Encoders(instances, self.upstream, counters, options.encode_timeout)
         self.decoders = Decoders(instances, self.upstream, counters, options)
         tasks = {
@@ -99,6 +101,7 @@ class Router:
                 task.cancel()
             await asyncio.wait(tasks)
             await self.upstream.close()
+            await asyncio.to_thread(self.spans.close)
 
     async def _expire(self) -> None:
         while True:

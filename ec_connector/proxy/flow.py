@@ -48,10 +48,15 @@ class Flow:
         query = scope["query_string"].decode("latin-1")
         answer = Answering(send, request_id)
         call = Call(f"{scope['path']}{'?' if query else ''}{query}", headers, request_id, answer)
+        with self._router.spans.request(call.route, headers, answer):
+            await self._serve(call, Request(scope, receive), receive)
+
+    async def _serve(self, call: Call, request: Request, receive: Receive) -> None:
+        answer, request_id = call.send, call.request_id
         counters, kind = self._router.counters, "refused"
         try:
             with self._router.budget.request() as share:
-                raw = await self._received(Request(scope, receive), share)
+                raw = await self._received(request, share)
                 kind = await until_disconnect(self._in_time(call, raw), receive)
         except ClientDisconnect:
             counters.disconnects.inc()
@@ -68,7 +73,7 @@ class Flow:
         counters.request_seconds.observe(taken)
         logger.info(
             "answered: request=%s path=%s kind=%s status=%d seconds=%.3f",
-            request_id, scope["path"], kind, answer.status, taken,
+            request_id, call.route, kind, answer.status, taken,
         )  # fmt: skip
 
     async def _received(self, request: Request, share: Share) -> bytearray:

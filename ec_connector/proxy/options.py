@@ -38,6 +38,7 @@ class Options:
     ``max_bytes`` bytes of their bodies are under way, further ones are answered 503.
     ``register_token``: file of the token with which servers may register themselves; ``encode``
     and ``decode`` may then be empty. ``tenant_header``: the request's header that names its tenant.
+    ``otlp_traces_endpoint``: collector that OpenTelemetry spans go to.
     """
 
     encode: tuple[Address, ...] = ()
@@ -58,6 +59,7 @@ class Options:
     max_requests: int = 4096
     register_token: str = ""
     tenant_header: str = ""
+    otlp_traces_endpoint: str = ""
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -138,6 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tenant-header", metavar="NAME",
         help="header that names a request's tenant, set by whoever lets clients in; no tenant "
              "can then use the identifiers (uuid) of another")  # fmt: skip
+    add("--otlp-traces-endpoint", metavar="URL",
+        help="send OpenTelemetry spans to this collector, as vLLM's option of the same "
+             "name does")  # fmt: skip
     return parser
 
 

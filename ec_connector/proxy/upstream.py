@@ -20,6 +20,7 @@ from ec_connector.proxy.instances import Instance, Target
 from ec_connector.proxy.options import Options
 from ec_connector.proxy.payload import Payload
 from ec_connector.proxy.replies import Answer, send_answer
+from ec_connector.proxy.spans import Spans
 
 logger = logging.getLogger("vllm.ec_connector.proxy")
 
@@ -55,8 +56,9 @@ class UpstreamError(Exception):
 class Upstream:
     """HTTP client for all servers. Make and close it within the event loop."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, spans: Spans) -> None:
         self._options = options
+        self._spans = spans
         self._session = aiohttp.ClientSession(
             # A server may close an idle connection just when it is used again, and a
             # chat request must not be sent twice: so each has a connection of its own.
@@ -83,19 +85,20 @@ class Upstream:
         self, target: Target, path: str, headers: RawHeaders, body: Payload, limit: float
     ) -> Any:
         """A server's answer in JSON, within ``limit`` seconds. Raises UpstreamError."""
-        url, own = f"{target.instance.url}{path}", for_reading(headers, target.rank)
+        own = for_reading(headers, target.rank)
         try:
             async with (
                 asyncio.timeout(limit),
-                self._open("POST", url, own, body, silence=None) as response,
+                self._open(target, "POST", path, own, body, silence=None) as response,
             ):
                 raw = await _read(response, MAX_REPLY)
-                status = response.status
+                if (status := response.status) != 200:
+                    answer = Answer(status, for_answer(response.raw_headers), raw)
+                    raise UpstreamError(
+                        "status", f"status {status}: {_excerpt(raw)}", status, answer
+                    )
         except TimeoutError as error:
             raise UpstreamError("timeout", f"no answer in {limit:g} s") from error
-        if status != 200:
-            answer = Answer(status, for_answer(response.raw_headers), raw)
-            raise UpstreamError("status", f"status {status}: {_excerpt(raw)}", status, answer)
         try:
             return json.loads(raw)
         except (ValueError, RecursionError) as error:
@@ -127,10 +130,10 @@ class Upstream:
             await send(message)
 
         method = "GET" if body is None else "POST"
-        url, own = f"{target.instance.url}{path}", for_server(headers, target.rank)
+        own = for_server(headers, target.rank)
         silence = self._options.decode_timeout
         try:
-            async with self._open(method, url, own, body, silence) as response:
+            async with self._open(target, method, path, own, body, silence) as response:
                 await _pass_on(response, tell)
         except UpstreamError as error:
             error.sent = sent
@@ -140,8 +143,9 @@ class Upstream:
     @asynccontextmanager
     async def _open(
         self,
+        target: Target,
         method: str,
-        url: str,
+        path: str,
         headers: list[tuple[str, str]],
         body: Payload | None,
         silence: float | None,
@@ -149,24 +153,32 @@ class Upstream:
         """A server's answer whose body is yet to be read. Raises UpstreamError, also then."""
         if body is not None:
             headers = [*headers, ("Content-Length", str(body.size))]
-        try:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._options.connect_timeout, sock_read=silence
+        )
+        url = f"{target.instance.url}{path}"
+        with self._spans.hop(target, path, headers) as sent, _failures(silence):
             async with self._session.request(
                 method,
                 url,
                 data=body and body.pieces(),
-                headers=headers,
+                headers=sent,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self._options.connect_timeout, sock_read=silence
-                ),
+                timeout=timeout,
             ) as response:
                 yield response
-        except aiohttp.SocketTimeoutError as error:
-            raise UpstreamError("timeout", f"silent for {silence:g} s") from error
-        except (aiohttp.ServerTimeoutError, aiohttp.ClientConnectorError) as error:
-            raise UpstreamError("unreachable", str(error)) from error
-        except aiohttp.ClientError as error:
-            raise UpstreamError("broke_off", f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _failures(silence: float | None) -> Iterator[None]:
+    try:
+        yield
+    except aiohttp.SocketTimeoutError as error:
+        raise UpstreamError("timeout", f"silent for {silence:g} s") from error
+    except (aiohttp.ServerTimeoutError, aiohttp.ClientConnectorError) as error:
+        raise UpstreamError("unreachable", str(error)) from error
+    except aiohttp.ClientError as error:
+        raise UpstreamError("broke_off", f"{type(error).__name__}: {error}") from error
 
 
 async def _pass_on(response: aiohttp.ClientResponse, send: Send) -> None:
