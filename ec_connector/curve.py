@@ -166,6 +166,15 @@ class AllowedKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def lack(self) -> str:
+        """What to do about a list that lets nobody in; empty when it has a key."""
+        if self._keys:
+            return ""
+        return (
+            f"curve_allow={str(self._path)!r} is a directory without a key (*.key), so no consumer "
+            "can connect; copy each consumer's client.key there under a name of its own"
+        )
+
     def allows(self, key: bytes) -> bool:
         """Whether this public key (printable form) is on the list as last read."""
         return key in self._keys

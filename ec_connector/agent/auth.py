@@ -61,6 +61,7 @@ class Gate:
         if self.credentials.server is not None:
             listed = Path(settings.curve_allow) if settings.curve_allow else None
             self._allowed = AllowedKeys(listed or directory / f"{CLIENT}.key", time.monotonic())
+            _warn_of_lack(self._allowed)
         self._zap = context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP_ENDPOINT)
@@ -125,6 +126,7 @@ class Gate:
         try:
             if self._allowed.refresh(time.monotonic()):
                 logger.info("allowed client keys were read again: %d", len(self._allowed))
+                _warn_of_lack(self._allowed)
         except ConfigError as error:
             logger.error("the last good list of client keys stays in force: %s", error)
         return self._allowed.allows(key)
@@ -133,3 +135,8 @@ class Gate:
         while self._watch is not None and self._watch.poll(0):
             recv_monitor_message(self._watch)
             self._failed += 1
+
+
+def _warn_of_lack(allowed: AllowedKeys) -> None:
+    if lack := allowed.lack():
+        logger.warning("%s", lack)

@@ -246,7 +246,10 @@ def _access(settings: Settings) -> tuple[str, str]:
         parts = []
         if keys.server is not None:
             listed = Path(settings.curve_allow or directory / f"{CLIENT}.key")
-            parts.append(f"serves {len(AllowedKeys(listed, time.monotonic()))} client keys")
+            allowed = AllowedKeys(listed, time.monotonic())
+            if lack := allowed.lack():
+                return PROBLEM, lack
+            parts.append(f"serves {len(allowed)} client keys")
         if keys.client is not None:
             parts.append("may fetch")
     except ConfigError as error:

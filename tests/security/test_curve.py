@@ -219,6 +219,39 @@ def test_a_list_that_turns_bad_is_not_taken(served: Served, keys: Path, allow: P
     assert served.answered(first)
 
 
+def warnings_of_lack(caplog: pytest.LogCaptureFixture, allow: Path) -> int:
+    """How often it was said that this directory lets nobody in."""
+    said = f"curve_allow={str(allow)!r} is a directory without a key"
+    return sum(said in record.getMessage() for record in caplog.records)
+
+
+def test_a_list_without_a_key_is_said_at_start(
+    keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names the setting and the directory; none when a key is in it."""
+    (tmp_path / "nobody").mkdir()
+    (tmp_path / "nobody" / "first.txt").write_text("not a key")
+    Served(keys, tmp_path / "nobody").close()
+    assert warnings_of_lack(caplog, tmp_path / "nobody") == 1
+    shutil.copy2(keys / "client.key", tmp_path / "nobody" / "first.key")
+    Served(keys, tmp_path / "nobody").close()
+    assert warnings_of_lack(caplog, tmp_path / "nobody") == 1
+
+
+def test_a_list_that_turns_empty_is_said(
+    served: Served, keys: Path, allow: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Taking the last key off lets nobody in from then on, and is said once."""
+    (allow / "first.key").unlink()
+    time.sleep(1.1)  # the list is looked at once a second
+    credentials = load_keys(keys)
+    first = credentials.client
+    assert first is not None
+    late = [served.dealer(credentials.server_public, first.public, first.secret) for _ in range(2)]
+    assert served.until(lambda: served.agent.stats()["peers_key_refused"] >= len(late))
+    assert warnings_of_lack(caplog, allow) == 1
+
+
 @pytest.mark.parametrize("kind", ["plain", "another server", "unlisted", "raw bytes"])
 def test_refused_peers_leave_nothing(served: Served, keys: Path, kind: str, tmp_path: Path) -> None:
     """Many attempts, all counted; no frame, grant or parked request comes of them."""

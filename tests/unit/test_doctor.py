@@ -150,6 +150,12 @@ def test_beyond_this_host_without_keys(tmp_path: Path) -> None:
     bad = finding("who may connect", curve_keys=keys, curve_allow=str(tmp_path / "none"))
     assert bad.status == doctor.PROBLEM
     assert "curve_allow" in bad.text
+    nobody = tmp_path / "nobody"
+    nobody.mkdir()
+    (nobody / "README").write_text("keys go here")
+    bad = finding("who may connect", curve_keys=keys, curve_allow=str(nobody))
+    assert bad.status == doctor.PROBLEM
+    assert f"curve_allow={str(nobody)!r}" in bad.text
     assert finding("who may connect", agent="ipc://@ec").status == doctor.NOTE
 
 
