@@ -134,6 +134,11 @@ class PeerSockets:
         try:
             ipaddress.ip_address(address.host)
         except ValueError:
+            try:
+                self._allowed.check_name(address.host, address.port)
+            except PeerRefusedError as error:
+                self._changes.append(Refused(address, str(error)))
+                return
             if self._lookups >= MAX_LOOKUPS:
                 text = f"{address} is not looked up: {MAX_LOOKUPS} other names are, no answer yet"
                 self._changes.append(Refused(address, text))

@@ -113,6 +113,32 @@ class AllowList:
         chosen = tuple(entries) or DEFAULT_ALLOW
         return cls(chosen, tuple(_parse_entry(entry) for entry in chosen))
 
+    def check_name(self, host: str, port: int) -> None:
+        """Refuse a host name before it is looked up, if no answer could make it allowed.
+
+        Clients choose the names, and each lookup is a query that they have this host send.
+
+        Raises:
+            PeerRefusedError: no name, or none that an entry allows or could allow.
+        """
+        shown = f"{_short(host)} port {_short(port)}"
+        name = _name(host)
+        if not name or not 0 < port <= 0xFFFF:
+            raise PeerRefusedError(
+                f"peer {shown} is refused and is not looked up: not a host name, or no port"
+            )
+        local = name == "localhost" or name.endswith(".localhost")
+        for rule in self._rules:
+            if rule.port in (None, port) and (
+                rule.allows_name(name)
+                or (rule.network is not None and (local or not rule.network.is_loopback))
+            ):
+                return
+        raise PeerRefusedError(
+            f"peer {shown} is not in allow_peers ({self._summary()}) and is not looked up; "
+            f"if it is one of yours, add its name or its network there"
+        )
+
     def check(self, host: str, port: int, resolved: Sequence[str]) -> None:
         """Allow ``host`` and ``port``, where ``resolved`` is every address it stands for.
 

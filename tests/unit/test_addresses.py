@@ -99,6 +99,38 @@ def test_an_empty_list_means_loopback_only() -> None:
     assert not allows(default, "10.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("entries", "host", "port", "worth_it"),
+    [
+        ([], "encoder-0", 9, False),
+        ([], "localhost", 9, True),
+        ([], "one.localhost", 9, True),
+        ([], "localhost.evil", 9, False),
+        (["10.0.0.0/8"], "encoder-0", 9, True),  # only its address tells
+        (["10.0.0.0/8:5000"], "encoder-0", 5001, False),
+        (["::/0"], "encoder-0", 9, True),
+        (["::1", "encoder-0"], "encoder-0", 9, True),
+        (["::1", "encoder-0"], "encoder-1", 9, False),
+        (["encoder-0:5000"], "encoder-0", 5001, False),
+        (["*.pool.svc"], "a.pool.svc", 9, True),
+        (["*"], "encoder-0", 9, True),
+        (["*"], "encoder-0", 0, False),
+        (["*"], "0x7f.1", 9, False),
+        (["10.0.0.0/8"], "localhost", 9, True),
+    ],
+)
+def test_which_names_are_worth_a_lookup(
+    entries: list[str], host: str, port: int, worth_it: bool
+) -> None:
+    """Only those that an entry allows by name, or could allow by what they stand for."""
+    allowed = AllowList.parse(entries)
+    if worth_it:
+        allowed.check_name(host, port)
+    else:
+        with pytest.raises(PeerRefusedError, match="is not looked up"):
+            allowed.check_name(host, port)
+
+
 def test_given_entries_replace_the_default() -> None:
     """Loopback is allowed because it is listed, not always."""
     assert not allows(AllowList.parse(["10.0.0.0/8"]), "127.0.0.1")

@@ -50,8 +50,8 @@ class Dialler:
 
 @pytest.fixture
 def dialler() -> Iterator[Dialler]:
-    """Allowed to dial this host and two names."""
-    dialler = Dialler(["127.0.0.0/8", "::1", "several.test", "elsewhere.test"])
+    """Allowed to dial this host, two names and those of one domain."""
+    dialler = Dialler(["127.0.0.0/8", "::1", "several.test", "elsewhere.test", "*.many.test"])
     yield dialler
     dialler.close()
 
@@ -154,7 +154,7 @@ def test_names_are_looked_up_in_bounds(dialler: Dialler, monkeypatch: pytest.Mon
         raise socket.gaierror("no such name")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    addresses = [Address(f"host-{number}.test", 5000) for number in range(1000)]
+    addresses = [Address(f"host-{number}.many.test", 5000) for number in range(1000)]
     before = threading.active_count()
     for address in addresses:
         dialler.peers.open(address)
@@ -168,3 +168,23 @@ def test_names_are_looked_up_in_bounds(dialler: Dialler, monkeypatch: pytest.Mon
     (change,) = dialler.until(bool)
     assert isinstance(change, Refused)
     assert "does not resolve" in change.message
+
+
+@pytest.mark.parametrize("host", ["client-s.choice.test", "0x7f.1", "a b", "several.test."])
+def test_names_that_cannot_be_allowed_are_not_looked_up(
+    host: str, dialler: Dialler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client makes this agent ask no name server for a name that no entry could allow."""
+    asked: list[str] = []
+
+    def noted(name: str, *_args: object, **_kinds: object) -> list[object]:
+        asked.append(name)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", noted)
+    dialler.peers.open(Address(host, 5000))
+    (change,) = dialler.until(bool)
+    assert isinstance(change, Refused)
+    listed = host == "several.test."
+    assert asked == ([host] if listed else [])
+    assert ("not looked up" in change.message) != listed
