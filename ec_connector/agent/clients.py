@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from msgspec.structs import replace
+
 from ec_connector.agent.channel import Channel, accept, listen
 from ec_connector.agent.lifeline import Lifelines
 from ec_connector.agent.reactor import Reactor
@@ -72,6 +74,19 @@ class Clients:
             self._end([client])
         elif channel.unsent:
             self._reactor.watch_writing(channel.fd, True)
+
+    def became(
+        self, client: bytes, factors: dict[str, str], objection: Callable[[Hello], str]
+    ) -> None:
+        """A client is something else than it said; end those to which this is an objection."""
+        if client in self._hello_of:
+            self._hello_of[client] = replace(self._hello_of[client], factors=factors)
+        for other, hello in list(self._hello_of.items()):
+            if why := objection(hello):
+                logger.warning("client %s is turned away: %s", other.decode(), why)
+                self.tell(other, Refused(why))
+                if other in self._channels:
+                    self._end([other])
 
     def process_ended(self, pid: int) -> None:
         """A process ended; a child of it may still hold the connection open."""

@@ -17,6 +17,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from ec_connector.agent.life import LIFE, Life
 from ec_connector.agent.process import AgentProcess
 from ec_connector.client import AgentClient
@@ -137,6 +139,10 @@ class EngineLink:
     def send(self, message: ToAgent) -> bool:
         """Queue a message for the agent. Never waits; False while there is none."""
         return self._client is not None and self._client.send(message)
+
+    def identify(self, identity: Identity) -> None:
+        """What this engine is from now on: for agents to come, the one that serves must be told."""
+        self._options = structs.replace(self._options, identity=identity)
 
     def close(self) -> None:
         """End the agent, if this link started it. Idempotent."""

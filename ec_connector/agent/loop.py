@@ -19,9 +19,10 @@ import zmq
 
 from ec_connector.agent.auth import Gate
 from ec_connector.agent.clients import Clients, Handlers
+from ec_connector.agent.kind import Kind
 from ec_connector.agent.lifeline import Lifelines
 from ec_connector.agent.listen import advertised_host, bind_peers, exposure
-from ec_connector.agent.packing import Packer, Unpacker, Workers, codecs_here, with_loss
+from ec_connector.agent.packing import Packer, Unpacker, Workers, codecs_here
 from ec_connector.agent.peers import Down, PeerSockets, Refused, Up
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.receive import has_message, take_answer, take_request
@@ -30,7 +31,7 @@ from ec_connector.agent.same_host import SameHostPlane
 from ec_connector.agent.transmit import Transmitter, span_views
 from ec_connector.codecs.choice import NONE
 from ec_connector.config import AgentOptions
-from ec_connector.errors import ConfigError, WireError
+from ec_connector.errors import WireError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList
@@ -49,7 +50,6 @@ from ec_connector.protocol.effects import (
     Tell,
     Unpack,
 )
-from ec_connector.protocol.fingerprint import Identity, agree, usable_factors
 from ec_connector.protocol.local import (
     AskStats,
     DropAll,
@@ -119,7 +119,7 @@ class Agent:
         self.pool.on_free = self._on_free
         self.pool.on_ready = self._on_ready
         codecs = codecs_here(settings.codecs)
-        self._identity = with_loss(options.identity, codecs)
+        self._kind = Kind(options.identity, codecs)
         planes = tuple(settings.planes)
         tickets = load_tickets(settings.ticket_key)
         allowed = settings.allow_peers
@@ -128,7 +128,7 @@ class Agent:
         self.transmitter = Transmitter(self.router, self.region, self.pool)
         self.producer = ProducerMachine(
             self.pool,
-            self._identity,
+            self._kind.identity,
             self.region.ref,
             secret=self.region.secret,
             planes=planes,
@@ -142,7 +142,7 @@ class Agent:
         )
         self.consumer = ConsumerMachine(
             self.pool,
-            self._identity,
+            self._kind.identity,
             self.agent_id,
             planes=planes,
             chunk_bytes=settings.chunk_size,
@@ -252,18 +252,8 @@ class Agent:
     # ── clients of this host ─────────────────────────────────────────────────
 
     def _welcome(self, hello: Hello) -> Welcome:
-        theirs = Identity(hello.compatibility_hash, hello.factors)
-        if (difference := agree(self._identity, theirs)) is not None:
-            factor, mine, other = difference
-            raise WireError(f"{factor} differs: {mine!r} at the agent, {other!r} at the client")
-        try:
-            factors = usable_factors(self._identity.factors | theirs.factors)
-        except ConfigError as error:
-            raise WireError(f"the factors of its clients together: {error}") from error
-        self._identity = Identity(
-            self._identity.compatibility_hash or theirs.compatibility_hash, factors
-        )
-        self.producer.identity = self.consumer.identity = self._identity
+        self._kind.join(hello)
+        self.producer.identity = self.consumer.identity = self._kind.identity
         return Welcome(
             agent_id=self.agent_id,
             agent_pid=os.getpid(),
@@ -294,12 +284,19 @@ class Agent:
         elif isinstance(message, StepDone):
             self._lost(self.desk.step_done(owner, message.step), now)
         elif isinstance(message, DropAll):
-            dropped = self.pool.drop_all()
-            logger.warning("the model's weights changed: %d items dropped", dropped)
-            self._do(self.producer.drop_all(), now)
-            self._do(self.consumer.drop_all(), now)
+            self._reweighed(client, message.factors, now)
         elif isinstance(message, AskStats):
             self.clients.tell(client, Stats(self.stats(), message.seq))
+
+    def _reweighed(self, client: bytes, factors: dict[str, str], now: float) -> None:
+        dropped = self.pool.drop_all()
+        logger.warning("the model's weights changed: %d items dropped", dropped)
+        self._do(self.producer.drop_all(), now)
+        self._do(self.consumer.drop_all(), now)
+        if factors:
+            self._kind.become(factors)
+            self.producer.identity = self.consumer.identity = self._kind.identity
+            self.clients.became(client, factors, self._kind.objection)
 
     def _process_ended(self, pid: int) -> None:
         if pid == self._owner:

@@ -8,6 +8,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Mapping
+from typing import Any
 
 from ec_connector.demo.probe import EXTENSION
 
@@ -54,15 +55,20 @@ def growth(before: Mapping[str, float], after: Mapping[str, float], name: str) -
 
 def encoded_pictures(url: str) -> int:
     """Pictures that a server's encoder has encoded since this was first asked. Raises OSError."""
+    # Every rank of an engine encodes the same; the first speaks for all.
+    return int(rpc(url, "encoded_pictures")[0]["pictures"])
+
+
+def rpc(url: str, method: str, **kwargs: Any) -> list[Any]:
+    """Call a method of a server's workers; what each rank returns. Raises OSError."""
     request = urllib.request.Request(
         f"{url}/collective_rpc",
-        json.dumps({"method": "encoded_pictures"}).encode(),
+        json.dumps({"method": method, "kwargs": kwargs}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=30.0) as answer:
-        by_rank = json.load(answer)["results"]
-    # Every rank of an engine encodes the same; the first speaks for all.
-    return int(by_rank[0]["pictures"])
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
+        found: list[Any] = json.load(answer)["results"]
+    return found
 
 
 def _counts(values: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ec_connector.config import Settings
 from ec_connector.dtypes import lookup
 from ec_connector.engine.checkpoint import weights_digest
+from ec_connector.engine.weights import Weights
 from ec_connector.errors import ConfigError
 from ec_connector.protocol.fingerprint import (
     Identity,
@@ -289,28 +290,28 @@ def _processor_factors(multimodal: Any) -> dict[str, object]:
     }
 
 
-def _weights(vllm_config: Any) -> str | None:
-    """The weights' digest; None where it cannot be known."""
+def _weights(vllm_config: Any, source: str = "") -> str | None:
+    """The digest of the weights at ``source``, else of this configuration's; None: not known."""
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
     if load_format == "dummy":
         return "dummy"
     model = vllm_config.model_config
-    folder = Path(getattr(model, "model_weights", "") or model.model)
+    name = source or str(getattr(model, "model_weights", "") or model.model)
     try:
+        folder = Path(name)
         if not folder.is_dir():
             from huggingface_hub import (  # type: ignore[import-not-found, unused-ignore]
                 snapshot_download,
             )
 
-            folder = Path(
-                snapshot_download(str(model.model), revision=model.revision, local_files_only=True)
-            )
+            revision = None if source else model.revision
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         return weights_digest(folder)
     except Exception as error:  # whatever a hub client raises: the factor is then unknown
         logger.warning(
             "The weights of %s cannot be read (%s), so they are not compared with peers: "
             "make sure that producers and consumers run the same ones.",
-            model.model,
+            name,
             error,
         )
         return None
@@ -340,22 +341,76 @@ def _possible_widths(vllm_config: Any) -> frozenset[int]:
 def watch_resets(watcher: Callable[[], None]) -> Callable[[], None]:
     """Have ``watcher`` called when this process' vLLM empties a scheduler's encoder cache.
 
-    vLLM does so when weights change, and has no connector hook for it. Returns what ends it.
+    vLLM has no connector hook for it. Returns what ends it.
     """
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-    reset = EncoderCacheManager.reset
-    watchers: list[Callable[[], None]] | None = getattr(reset, "ec_connector_watchers", None)
-    if watchers is None:
-        watchers = []
-
-        @wraps(reset)
-        def watched(manager: Any) -> None:
+    def watched(reset: Callable[..., None], watchers: list[Any]) -> Callable[..., None]:
+        def emptied(manager: Any) -> None:
             reset(manager)
             for one in tuple(watchers):
                 one()
 
-        watched.ec_connector_watchers = watchers  # type: ignore[attr-defined]
-        EncoderCacheManager.reset = watched
+        return emptied
+
+    return _watch(EncoderCacheManager, "reset", watched, watcher)
+
+
+def watch_weights(
+    vllm_config: Any, identity: Identity, changed: Callable[[Identity], None]
+) -> Callable[[], None]:
+    """Have ``changed`` called when an engine of this process may get other weights.
+
+    vLLM has no connector hook for it. The call is told before and after, as a part of the
+    workers may have new weights while it runs. Returns what ends it.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def calls(call: Callable[..., Any], watchers: list[Weights]) -> Callable[..., Any]:
+        def watched(
+            core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            for one in tuple(watchers):
+                one.call_begins(method)
+            result = call(core, method, timeout, args, kwargs)
+            for one in tuple(watchers):
+                one.call_succeeded(method, args, kwargs or {})
+            return result
+
+        return watched
+
+    def versions(name_version: Callable[..., Any], watchers: list[Weights]) -> Callable[..., Any]:
+        def watched(core: Any, weight_version: str) -> Any:
+            result = name_version(core, weight_version)
+            for one in tuple(watchers):
+                one.versioned(weight_version)
+            return result
+
+        return watched
+
+    weights = Weights(identity, partial(_weights, vllm_config), changed)
+    ends = [
+        _watch(EngineCore, "collective_rpc", calls, weights),
+        _watch(EngineCore, "set_weight_version", versions, weights),
+    ]
+
+    def end() -> None:
+        for one in ends:
+            one()
+
+    return end
+
+
+def _watch(
+    owner: type, name: str, watched: Callable[[Any, list[Any]], Any], watcher: Any
+) -> Callable[[], None]:
+    """Put ``watcher`` on the list that a method of vLLM's is wrapped with; returns what ends it."""
+    method = getattr(owner, name)
+    watchers: list[Any] | None = getattr(method, "ec_connector_watchers", None)
+    if watchers is None:
+        watchers = []
+        wrapper: Any = wraps(method)(watched(method, watchers))
+        wrapper.ec_connector_watchers = watchers
+        setattr(owner, name, wrapper)
     watchers.append(watcher)
     return partial(watchers.remove, watcher)

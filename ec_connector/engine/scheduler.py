@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from ec_connector.agent.link import EngineLink, LinkDown, LinkEvent, LinkUp
-from ec_connector.engine._compat import EngineFacts, ItemFields, engine_facts, watch_resets
+from ec_connector.engine._compat import (
+    EngineFacts,
+    ItemFields,
+    engine_facts,
+    watch_resets,
+    watch_weights,
+)
 from ec_connector.engine.claims import Claim, Want
 from ec_connector.engine.intake import Intake
 from ec_connector.engine.offers import Offers, StepSaves
@@ -26,6 +32,7 @@ from ec_connector.engine.tally import Tally
 from ec_connector.engine.widths import Widths
 from ec_connector.engine.wishes import wish
 from ec_connector.engine.words import Words
+from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     AskStats,
     DropAll,
@@ -71,6 +78,7 @@ class Link(Protocol):
     def poll(self) -> list[LinkEvent]: ...
     def wait(self, timeout: float) -> list[LinkEvent]: ...
     def send(self, message: ToAgent) -> bool: ...
+    def identify(self, identity: Identity) -> None: ...
     def close(self) -> None: ...
 
 
@@ -124,7 +132,8 @@ class SchedulerSide:
         self._words = Words(logger, self._tally, clock)
         self._closed = False
         self._resets = 0
-        self._unwatch: Callable[[], None] = lambda: None
+        self._unwatch: list[Callable[[], None]] = []
+        self._factors: dict[str, str] = {}
         self._greet(link.start())
 
     @classmethod
@@ -133,7 +142,10 @@ class SchedulerSide:
         facts = engine_facts(vllm_config)
         link = EngineLink(facts.settings, facts.identity, serves=facts.serves)
         side = cls(facts, link, ItemFields(vllm_config.model_config))
-        side._unwatch = watch_resets(side.emptied)
+        side._unwatch = [
+            watch_resets(side.emptied),
+            watch_weights(vllm_config, facts.identity, side.reweighed),
+        ]
         return side
 
     # ── while requests are scheduled ─────────────────────────────────────────
@@ -255,7 +267,8 @@ class SchedulerSide:
         """End the agent. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._unwatch()
+            for unwatch in self._unwatch:
+                unwatch()
             self._link.close()
 
     def emptied(self) -> None:
@@ -266,6 +279,12 @@ class SchedulerSide:
         """
         self._resets += 1
         self._forget()
+
+    def reweighed(self, identity: Identity) -> None:
+        """The engine's weights change: drop what is of before, and let peers see the difference."""
+        self._factors = identity.factors
+        self._link.identify(identity)
+        self.emptied()
 
     # ── requests ─────────────────────────────────────────────────────────────
 
@@ -418,6 +437,9 @@ class SchedulerSide:
         self._intake.agent_up()
         self._owed_answer = 0
         self._tally.new_agent()
+        if self._factors:
+            # It may have been started just before they changed.
+            self._link.send(DropAll(self._factors))
         logger.info(
             "Agent %s (pid %d) serves %s",
             welcome.agent_id,
@@ -441,11 +463,11 @@ class SchedulerSide:
             self._intake.fetches = {}
 
     def _forget(self) -> None:
-        logger.info("The encoder cache was reset; saved encoder outputs are dropped")
+        logger.info("Saved encoder outputs are dropped: the encoder cache was reset")
         self._intake.forget()
         self._offers.forget()
         self._offers.emptied()
-        self._link.send(DropAll())
+        self._link.send(DropAll(self._factors))
 
     def _tell_outcomes(self) -> None:
         if self._intake.outcomes:

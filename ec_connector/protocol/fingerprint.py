@@ -3,7 +3,9 @@
 
 The compatibility hash is the in-tree one, over four factors. It cannot say
 which of them differs and leaves out others that change the bytes, so factors by
-name travel beside it. A factor that one side does not know is not compared.
+name travel beside it. A factor that one side does not know is not compared,
+except ``weights_version``: whoever says nothing of it runs the weights that it
+was started with.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from ec_connector.errors import ConfigError
 from ec_connector.protocol.messages import MAX_FACTOR_CHARS, MAX_FACTORS
+
+WEIGHTS: Final = "weights"
+WEIGHTS_VERSION: Final = "weights_version"
+AS_LOADED: Final = "as loaded"
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -105,6 +111,8 @@ def first_difference(
 
     The first by name, so that both sides name the same one.
     """
+    versions = {WEIGHTS_VERSION: AS_LOADED}
+    mine, theirs = versions | dict(mine), versions | dict(theirs)
     for name in sorted(mine.keys() & theirs.keys()):
         if mine[name] != theirs[name]:
             return name, mine[name], theirs[name]

@@ -134,7 +134,13 @@ class Release(_Local, tag="release"):
 
 
 class DropAll(_Local, tag="drop_all"):
-    """The model's weights changed: serve nothing saved or fetched before this message."""
+    """The model's weights changed: serve nothing saved or fetched before this message.
+
+    ``factors``: all that the client's engine is from now on; empty where that is what it was. Other
+    clients that say otherwise are turned away.
+    """
+
+    factors: dict[str, str] = {}
 
 
 class AskStats(_Local, tag="ask_stats"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,12 @@ from ec_connector.engine._compat import (  # noqa: E402 - needs vLLM
     engine_facts,
     require_hooks,
     watch_resets,
+    watch_weights,
 )
 from ec_connector.engine.step import StepMetadata, WorkerReport  # noqa: E402
+from ec_connector.engine.weights import may_change  # noqa: E402
 from ec_connector.errors import ConfigError  # noqa: E402
+from ec_connector.protocol.fingerprint import Identity, agree  # noqa: E402
 
 LEFT_TO_VLLM = {
     "role": "set by the base class",
@@ -247,3 +251,43 @@ def test_an_emptied_encoder_cache_is_told() -> None:
     end_two()
     manager.reset()
     assert told == ["a", "b", "b"]
+
+
+def test_new_weights_are_told(models: dict[str, Path]) -> None:
+    """The calls that are watched are those by which vLLM's API changes weights."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+
+    vllm_config = config(models["qwen"])
+    identity = engine_facts(vllm_config).identity
+    asked: list[tuple[Any, ...]] = []
+    workers = SimpleNamespace(collective_rpc=lambda *call: asked.append(call) or [])
+    core = SimpleNamespace(model_executor=workers)
+    told: list[Identity] = []
+
+    end = watch_weights(vllm_config, identity, told.append)
+    EngineCore.collective_rpc(core, "profile")
+    assert told == []
+    EngineCore.collective_rpc(core, "reload_weights", None, (), {})
+    assert [agree(identity, one) is None for one in told] == [False, True]
+    EngineCore.set_weight_version(core, "7")
+    assert told[-1].factors["weights_version"] == "version 7"
+    end()
+    EngineCore.collective_rpc(core, "update_weights", kwargs={"update_info": {}})
+    assert len(told) == 3
+    assert asked == [
+        ("profile", None, (), None),
+        ("reload_weights", None, (), {}),
+        ("update_weights", None, (), {"update_info": {}}),
+    ]
+
+    engine = SimpleNamespace(collective_rpc=lambda name, **_kwargs: calls.append(name) or done())
+    calls: list[str] = []
+
+    async def done() -> None: ...
+
+    for call in (AsyncLLM.start_weight_update, AsyncLLM.finish_weight_update):
+        asyncio.run(call(engine))
+    asyncio.run(AsyncLLM.update_weights(engine, SimpleNamespace(update_info={})))
+    assert all(may_change(name) for name in calls)
+    assert len(calls) == 3

@@ -16,9 +16,9 @@ import pytest
 from ec_connector.demo.chat import Answer, Body, chat_body
 from ec_connector.demo.models import make_qwen2_vl
 from ec_connector.demo.questions import Album
-from ec_connector.demo.readings import encoded_pictures
+from ec_connector.demo.readings import encoded_pictures, rpc
 from ec_connector.demo.servers import Server
-from tests.e2e.watch import by_reason, eventually
+from tests.e2e.watch import by_reason, eventually, post
 
 SMALL = (224, 224)
 
@@ -100,3 +100,44 @@ def test_other_weights(fleet: Any, bodies: Any, reference: Any, encode: Any, dec
     """The same model path, trained further: only the weights' digest can tell."""
     fleet.need("consumer")
     refused("weights", "incompatible", "weights differs", fleet, bodies, reference, encode, decode)
+
+
+def test_weights_changed_in_place(
+    fleet: Any, album: Album, tmp_path: Path, encode: Any, decode: Any
+) -> None:
+    """Neither side takes what the other weights made, until both have the same ones again."""
+    producer, consumer = fleet.need("producer", "consumer")
+    other = make_qwen2_vl(tmp_path / "other", seed=11)
+    encoded_pictures(consumer.url)
+
+    def reload(server: Server, folder: Path) -> None:
+        rpc(server.url, "reload_weights", weights_path=str(folder))
+        for cache in ("mm", "prefix"):
+            post(f"{server.url}/reset_{cache}_cache")
+
+    def answered(*, here: int) -> tuple[list[int], Body, Body]:
+        body = chat_body([album.photo(*SMALL)], "What is to be seen?")
+        announced = encode(producer, body)
+        before = encoded_pictures(consumer.url)
+        answer = decode(consumer, body, announced)
+        assert encoded_pictures(consumer.url) == before + here
+        return answer.token_ids, body, announced
+
+    _, body, old = answered(here=0)
+    try:
+        reload(producer, other)
+        answered(here=1)
+        log = consumer.log.read_text(errors="replace")
+        assert "weights differs" in log
+        reload(consumer, other)
+        tokens, same, _ = answered(here=0)
+        post(f"{consumer.url}/reset_encoder_cache")
+        assert decode(consumer, same, {}).token_ids == tokens
+        # The picture of before is in neither pool any more.
+        before = encoded_pictures(consumer.url)
+        assert decode(consumer, body, old).status == 200
+        assert encoded_pictures(consumer.url) == before + 1
+    finally:
+        for server in (producer, consumer):
+            reload(server, fleet.models["qwen"])
+    answered(here=0)

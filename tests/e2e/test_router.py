@@ -33,8 +33,9 @@ from ec_connector.proxy.placement import by_key  # noqa: E402
 TEXT = "What is to be seen?"
 REPLACED = "vllm:ec_proxy_items_replaced_total"
 REGISTERS_SECONDS = 30
-LONG = 300
-"""Tokens of an answer that is still being made when its decoder is killed."""
+LONG = 600
+"""Tokens of an answer that is still being made when its decoder is stopped."""
+PLACED_SECONDS = 60
 
 
 @dataclass
@@ -235,7 +236,7 @@ def test_encoder_killed_in_mid_request(world: World, album: Album, fleet: Any) -
 
 
 def test_decoder_killed_in_mid_answer(world: World, album: Album, fleet: Any) -> None:
-    """Two answers are being streamed, one by each decoder; two requests wait for their first token.
+    """Each decoder streams an answer, and one stops in its first words; two more requests wait.
 
     With one decoder its own answer breaks off and its own waiting request is refused; what the
     other one has in hand ends as it should.
@@ -251,14 +252,19 @@ def test_decoder_killed_in_mid_answer(world: World, album: Album, fleet: Any) ->
     ):
         through = World(world.encoders, victim, router, client, world.model)
         streams = [through.stream(body) for body in long]
-        begun = [next(stream) for stream in streams]
-        for pid in victim.processes():
-            os.kill(pid, signal.SIGSTOP)
-        waiting = [pool.submit(through.answer, body, stream=False) for body in short]
-        while states(router)[victim.url]["load"] < 2:
-            time.sleep(0.02)
-        for pid in victim.processes():
-            os.kill(pid, signal.SIGKILL)
+        try:
+            begun = [next(streams[0])]
+            for pid in victim.processes():
+                os.kill(pid, signal.SIGSTOP)
+            begun.append(next(streams[1]))
+            waiting = [pool.submit(through.answer, body, stream=False) for body in short]
+            placed = time.monotonic() + PLACED_SECONDS
+            while states(router)[victim.url]["load"] < 2:
+                assert time.monotonic() < placed, "no request waits at the decoder that is stopped"
+                time.sleep(0.02)
+        finally:
+            for pid in victim.processes():
+                os.kill(pid, signal.SIGKILL)
 
         endings = [pool.submit("".join, stream) for stream in streams]
         outcomes = [future.exception(60) for future in (*endings, *waiting)]

@@ -94,7 +94,7 @@ to_agent = st.one_of(
     st.builds(local.StepDone, count),
     st.builds(local.Fetch, st.lists(fetch, max_size=3)),
     st.builds(local.Release, st.lists(text, max_size=3)),
-    st.builds(local.DropAll),
+    st.builds(local.DropAll, factors=st.dictionaries(text, text, max_size=3)),
     st.builds(local.AskStats, count),
 )
 any_message = st.one_of(to_producer, to_consumer, to_agent, to_client)

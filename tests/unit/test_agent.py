@@ -26,6 +26,7 @@ from ec_connector.errors import AgentLostError, AgentStartError
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import (
     AskStats,
+    DropAll,
     Fetch,
     FetchItem,
     Ready,
@@ -250,6 +251,40 @@ def test_the_longest_patience(milliseconds: int) -> None:
             producer.land("slow")
             (answer,) = client.receive(PATIENCE)
             assert isinstance(answer, Ready)
+    finally:
+        process.stop()
+
+
+def test_weights_of_one_client_changed() -> None:
+    """Everything is dropped, and of the others those stay that do not contradict it."""
+    process = AgentProcess(options())
+    known = Identity(factors={"weights": "first"})
+    try:
+        with (
+            AgentClient(process.endpoint, "scheduler", known) as one,
+            AgentClient(process.endpoint, "scheduler", known) as other,
+            AgentClient(process.endpoint, "worker") as worker,
+            FakeProducer(agent=process.endpoint) as producer,
+        ):
+            for client in (one, other, worker):
+                client.hello(PATIENCE)
+            producer.put("a", np.ones(10))
+            one.send(DropAll({"weights_version": "version 7"}))
+            (refusal,) = other.receive(PATIENCE)
+            assert isinstance(refusal, Refused)
+            assert "weights_version differs: 'version 7' at the agent" in refusal.message
+            assert other.receive(PATIENCE) == []
+            assert other.ended
+            one.send(DropAll({"weights_version": "version 8"}))
+            assert stats(process)["entries"] == 0
+            for client in (one, worker):
+                client.send(AskStats())
+                assert isinstance(client.receive(PATIENCE)[0], Stats)
+        with (
+            AgentClient(process.endpoint, "scheduler", known) as late,
+            pytest.raises(AgentLostError, match="weights_version differs"),
+        ):
+            late.hello(PATIENCE)
     finally:
         process.stop()
 

@@ -54,6 +54,16 @@ def test_what_one_side_does_not_know_is_not_compared(
     assert first_difference(mine, theirs) is None
 
 
+def test_silence_about_the_version_of_the_weights_says_as_loaded() -> None:
+    """An engine whose weights were changed must differ from one that never heard of that."""
+    assert first_difference({"weights_version": "version 7"}, {}) == (
+        "weights_version",
+        "version 7",
+        "as loaded",
+    )
+    assert first_difference({}, {"weights_version": "as loaded"}) is None
+
+
 def test_an_empty_value_is_a_value() -> None:
     """A factor that is known and empty differs from one that is not."""
     assert first_difference({"a": ""}, {"a": "1"}) == ("a", "", "1")

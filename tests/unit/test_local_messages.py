@@ -45,7 +45,7 @@ TO_AGENT: list[Any] = [
     StepDone(3),
     Fetch([FetchItem("key", 10_000, "127.0.0.1", 14579, 64, "bfloat16", [4, 8], "t")]),
     Release(["key", "other"]),
-    DropAll(),
+    DropAll(factors={"model": "m", "weights_version": "version 7"}),
     AskStats(5),
 ]
 TO_CLIENT: list[Any] = [

@@ -96,6 +96,7 @@ class ScriptedLink:
         self.polls = 0
         self.endpoint = "ipc://agent"
         self.welcome: Welcome | None = welcome("r1")
+        self.identity = Identity()
 
     def start(self) -> Welcome:
         assert self.welcome is not None
@@ -116,6 +117,9 @@ class ScriptedLink:
             self.sent.append(message)
             self.inbox += self.answer(message)
         return self.up
+
+    def identify(self, identity: Identity) -> None:
+        self.identity = identity
 
     def close(self) -> None:
         self.up = False
@@ -771,6 +775,20 @@ def test_the_workers_word_on_a_known_reset_is_no_news() -> None:
     scheduler.worker_report(WorkerReport(resets=2))
     assert len(link.of(DropAll)) == 2
     assert step(scheduler).resets == 2
+
+
+def test_new_weights_are_told_to_this_agent_and_the_next() -> None:
+    """The one that serves drops all; one that was just being started hears it when it is up."""
+    link = ScriptedLink()
+    scheduler = side("both", link)
+    changed = Identity("hash", {"weights_version": "version 7"})
+    scheduler.reweighed(changed)
+    assert link.of(DropAll) == [DropAll(changed.factors)]
+    assert link.identity == changed
+    assert step(scheduler).resets == 1
+    link.inbox.append(LinkUp(welcome("r2")))
+    step(scheduler)
+    assert link.of(DropAll) == [DropAll(changed.factors)] * 2
 
 
 def test_gauges_come_from_the_agent() -> None:
