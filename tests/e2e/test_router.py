@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai", reason="the client that is tested; in the test extra")
-httpx = pytest.importorskip("httpx", reason="what that client is built on")
 
 from ec_connector.demo.chat import Body, ask, chat_body  # noqa: E402
 from ec_connector.demo.questions import Album  # noqa: E402
@@ -272,7 +271,8 @@ def test_decoder_killed_in_mid_answer(world: World, album: Album, fleet: Any) ->
         fleet.stop("consumer")
         assert [error is None for error in outcomes[:2]].count(True) == 1
         (broken,) = [error for error in outcomes[:2] if error is not None]
-        assert isinstance(broken, httpx.RemoteProtocolError | openai.APIError)
+        # Or an error of the HTTP library that this version of the client is built on.
+        assert isinstance(broken, openai.APIError) or type(broken).__name__ == "RemoteProtocolError"
         (refused,) = [error for error in outcomes[2:] if error is not None]
         assert isinstance(refused, openai.InternalServerError)
         assert refused.status_code == 502
