@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from msgspec.structs import force_setattr
 from ec_connector.codecs.choice import check_codecs
 from ec_connector.config_keys import KEYS_OF_OTHERS, VLLM_FIELDS, Key, keys_of, read_value
 from ec_connector.errors import ConfigError
+from ec_connector.protocol.account import LOOPBACK
 from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList, always_refused, is_host_name
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.units import format_size
@@ -28,6 +30,8 @@ from ec_connector.units import format_size
 KNOWN_PLANES = ("memory", "zmq")
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - compared with, not bound
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+_LINK = re.compile(r"[A-Za-z0-9_.-]{1,32}", re.ASCII)
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 PAGE = 4 * KiB
@@ -154,6 +158,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             agent=False,
         ),
     ] = ""
+    link: Annotated[
+        str,
+        _text(
+            "What links to other hosts are called in the books: lan, wan, rack-7. Transfers within "
+            "this host are booked as loopback."
+        ),
+    ] = "lan"
     max_peers: Annotated[int, _count(1, 65536, "Peers connected at one time.")] = 256
     max_parked: Annotated[
         int, _count(1, 1 << 20, "Requests that may wait for saves; peers share them evenly.")
@@ -199,6 +210,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 "dialled; set advertise_host to an address or name that peers can reach"
             )
         _check_planes(self.planes)
+        _check_link(self.link)
         check_codecs(self.codecs)
         AllowList.parse(self.allow_peers)
         if self.curve_allow and not self.curve_keys:
@@ -323,6 +335,14 @@ def _check_host(name: str, host: str) -> None:
                 f"{name}={host!r} is neither an IP address nor a host name; give it without "
                 f"scheme, brackets or port (the port has its own key)"
             ) from None
+
+
+def _check_link(link: str) -> None:
+    if not _LINK.fullmatch(link) or link == LOOPBACK:
+        raise ConfigError(
+            f"link={link!r} is no name for a link; use 1 to 32 letters, digits, dots, dashes or "
+            f"underscores, and not {LOOPBACK}, which is what transfers within a host are called"
+        )
 
 
 def _check_registration(proxy_url: str, http_url: str, proxy_token: str) -> None:

@@ -23,6 +23,8 @@ MAX_QUEUED_BYTES: Final = 64 * 1024 * 1024
 _READ_BYTES = 64 * 1024
 _LENGTH = struct.Struct("<I")
 _SCHEME = "ipc://"
+NAME_PREFIX: Final = "@ec-connector-"
+"""Of the names under which agents listen for processes of their host."""
 
 
 class Channel:
@@ -118,7 +120,7 @@ def listen() -> tuple[socket.socket, str]:
     Raises:
         AgentStartError: the kernel refuses.
     """
-    name = f"@ec-connector-{secrets.token_hex(16)}"
+    name = f"{NAME_PREFIX}{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(name))

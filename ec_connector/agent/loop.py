@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import zmq
@@ -39,6 +40,7 @@ from ec_connector.protocol.consumer import OWNER as FETCH_OWNER
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
     Address,
+    Book,
     Connect,
     CopyFromPeer,
     Disconnect,
@@ -50,21 +52,33 @@ from ec_connector.protocol.effects import (
     Tell,
     Unpack,
 )
+from ec_connector.protocol.ledger import Ledger
 from ec_connector.protocol.local import (
+    AskState,
     AskStats,
     DropAll,
     Fetch,
     Hello,
+    Loaded,
     Release,
     Reserve,
     Saved,
     SaveFailed,
+    State,
     Stats,
     StepDone,
     ToAgent,
     Welcome,
 )
-from ec_connector.protocol.messages import XferAck, XferCredit, XferReq, XferStatus, encode
+from ec_connector.protocol.messages import (
+    XferAck,
+    XferCredit,
+    XferPing,
+    XferPong,
+    XferReq,
+    XferStatus,
+    encode,
+)
 from ec_connector.protocol.producer import ProducerMachine
 from ec_connector.protocol.saves import Lost, SaveDesk
 from ec_connector.ticket_file import load_tickets
@@ -118,14 +132,16 @@ class Agent:
         self.pool = BlockPool(self.region.num_blocks, self.region.block_bytes)
         self.pool.on_free = self._on_free
         self.pool.on_ready = self._on_ready
-        codecs = codecs_here(settings.codecs)
+        self._codecs = codecs = codecs_here(settings.codecs)
         self._kind = Kind(options.identity, codecs)
-        planes = tuple(settings.planes)
+        self._planes = planes = tuple(settings.planes)
         tickets = load_tickets(settings.ticket_key)
         allowed = settings.allow_peers
         if tickets is not None and allowed == list(DEFAULT_ALLOW):
             allowed = ["*"]  # whoever a ticket names; what is never dialled stays so
-        self.transmitter = Transmitter(self.router, self.region, self.pool)
+        self.ledger = Ledger(settings.link, frozenset({self.host}))
+        self._reasons: dict[bytes, dict[str, dict[str, int]]] = {}
+        self.transmitter = Transmitter(self.router, self.region, self.pool, self.ledger.book)
         self.producer = ProducerMachine(
             self.pool,
             self._kind.identity,
@@ -272,6 +288,9 @@ class Agent:
         elif isinstance(message, Release):
             for key in message.keys:
                 self._do(self.consumer.release(client, key, now), now)
+        elif isinstance(message, Loaded):
+            for key in message.keys:
+                self._do(self.consumer.loaded(client, key), now)
         elif isinstance(message, Reserve):
             self.clients.tell(client, self.desk.reserve(owner, message, now))
         elif isinstance(message, Saved):
@@ -286,7 +305,11 @@ class Agent:
         elif isinstance(message, DropAll):
             self._reweighed(client, message.factors, now)
         elif isinstance(message, AskStats):
-            self.clients.tell(client, Stats(self.stats(), message.seq))
+            if message.reasons:
+                self._reasons[client] = message.reasons
+            self.clients.tell(client, Stats(self.stats(), message.seq, self.ledger.links()))
+        elif isinstance(message, AskState):
+            self.clients.tell(client, self._state(message.after))
 
     def _reweighed(self, client: bytes, factors: dict[str, str], now: float) -> None:
         dropped = self.pool.drop_all()
@@ -307,6 +330,7 @@ class Agent:
     def _clients_gone(self, clients: list[bytes], owners: list[bytes]) -> None:
         now = time.monotonic()
         for client in clients:
+            self._reasons.pop(client, None)
             self._do(self.consumer.client_gone(client, now), now)
         for owner in owners:
             self._lost(self.desk.owner_gone(owner), now)
@@ -324,25 +348,28 @@ class Agent:
             if not has_message(self.router):
                 return
             try:
-                peer, message = take_request(
+                peer, message, header, host = take_request(
                     self.router, self._gate.welcome if self._gate is not None else None
                 )
             except WireError as error:
                 self._drop("consumer", error)
                 continue
             if isinstance(message, XferReq):
-                self._do(self.producer.asked(peer, message, now), now)
+                asked = self.producer.asked(peer, message, now, header=header, host=host)
+                self._do(asked, now)
             elif isinstance(message, XferCredit):
-                self._do(self.producer.credited(peer, message, now), now)
+                self._do(self.producer.credited(peer, message, now, header=header), now)
+            elif isinstance(message, XferPing):
+                self._do(self.producer.pinged(peer, message), now)
             else:
-                self._do(self.producer.done(peer, message), now)
+                self._do(self.producer.done(peer, message, header=header), now)
 
     def _read_producer(self, address: Address, dealer: zmq.Socket[bytes]) -> None:
         for _ in range(_BUDGET):
             if dealer.closed or not has_message(dealer):
                 return
             try:
-                message, payload = take_answer(
+                message, payload, header = take_answer(
                     dealer, self.region, lambda m: self.consumer.landing(address, m)
                 )
             except WireError as error:
@@ -352,9 +379,13 @@ class Agent:
             if isinstance(message, XferAck):
                 self._note_codec(address, message)
                 came = payload if isinstance(payload, int | None) else 0
-                self._do(self.consumer.answered(address, message, came, now), now)
+                effects = self.consumer.answered(address, message, came, now, header=header)
+            elif isinstance(message, XferPong):
+                self._drop(str(address), WireError("a pong, and nobody here pinged"))
+                continue
             else:
-                self._do(self.consumer.arrived(address, message, payload, now), now)
+                effects = self.consumer.arrived(address, message, payload, now, header=header)
+            self._do(effects, now)
 
     def _drop(self, peer: str, error: WireError) -> None:
         self._dropped_frames += 1
@@ -382,14 +413,18 @@ class Agent:
             if not sent:
                 self._do(self.producer.peer_gone(effect.peer), now)
         while (unpacking := self.unpacker.next()) is not None:
-            job, rows = unpacking
-            fault = rows if isinstance(rows, str) else ""
+            job, unpacked = unpacking
+            fault, seconds = (
+                (unpacked, 0.0) if isinstance(unpacked, str) else ("", unpacked.seconds)
+            )
             span = self.consumer.unpacking_to(job.xfer_id, job.chunk)
-            if span is not None and not isinstance(rows, str):
+            if span is not None and not isinstance(unpacked, str):
+                rows = unpacked.value
                 for view in span_views(self.region, span):
                     view[:] = rows[: len(view)]
                     rows = rows[len(view) :]
-            self._do(self.consumer.unpacked(job.xfer_id, job.chunk, fault, now), now)
+            effects = self.consumer.unpacked(job.xfer_id, job.chunk, fault, now, seconds=seconds)
+            self._do(effects, now)
 
     # ── effects ──────────────────────────────────────────────────────────────
 
@@ -405,7 +440,11 @@ class Agent:
             elif isinstance(effect, EndGrant):
                 self.transmitter.end(effect, self.packer.stop(effect.grant), now)
             elif isinstance(effect, SendToProducer):
-                self.peers.send(effect.address, encode(effect.message))
+                body = encode(effect.message)
+                if self.peers.send(effect.address, body) and effect.account is not None:
+                    effect.account.header_out += len(body)
+            elif isinstance(effect, Book):
+                self.ledger.book(effect.account, now)
             elif isinstance(effect, Connect):
                 self.peers.open(effect.address)
             elif isinstance(effect, Disconnect):
@@ -441,6 +480,26 @@ class Agent:
         self.region.set_generation(entry.extents[0][0], 0)
         if entry.owner == FETCH_OWNER and entry.saving:
             self._fetched.add(entry.key)
+
+    def _state(self, after: int) -> State:
+        reasons: dict[str, Counter[str]] = {}
+        for told in self._reasons.values():
+            for name, counts in told.items():
+                reasons.setdefault(name, Counter()).update(counts)
+        identity = self._kind.identity
+        return State(
+            agent_pid=os.getpid(),
+            address=f"{Address(self.host, self.port)}",
+            compatibility_hash=identity.compatibility_hash,
+            factors=dict(identity.factors),
+            planes=list(self._planes),
+            codecs=list(self._codecs),
+            values=self.stats(),
+            links=self.ledger.links(),
+            reasons={name: dict(counts) for name, counts in reasons.items()},
+            peers=self.ledger.peers(),
+            transfers=self.ledger.recent(after),
+        )
 
     def stats(self) -> dict[str, int]:
         """Counters since the start and gauges of this moment, by name."""

@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from ec_connector.agent.reactor import Reactor
 from ec_connector.agent.transmit import span_views
 from ec_connector.codecs.choice import EXACT, LOSS, lacking, loss_of, usable_codecs
 from ec_connector.errors import CodecError, ConfigError, InternalError
 from ec_connector.pool.region import Region
+from ec_connector.protocol.account import PACKING
 from ec_connector.protocol.effects import SendToConsumer, Unpack
 from ec_connector.protocol.fingerprint import Identity, usable_factors
 
@@ -41,6 +43,14 @@ LEAVING_BYTES: Final = 64 * 1024 * 1024
 has some of them, so those on slow links cannot hold up the others."""
 
 
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[T]):
+    """What a job gave, and the seconds that it took."""
+
+    value: T
+    seconds: float
+
+
 class Workers:
     """The threads, started by their first job. Idle ones sleep, and wake nobody."""
 
@@ -50,9 +60,9 @@ class Workers:
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         reactor.add(self._wake_out, self._woken)
 
-    def start(self, job: Callable[[], T]) -> Future[T]:
+    def start(self, job: Callable[[], T]) -> Future[Timed[T]]:
         """Have a thread do it. The reactor's turn ends when it is done."""
-        future = self._threads.submit(job)
+        future = self._threads.submit(_timed, job)
         future.add_done_callback(self._wake)
         return future
 
@@ -74,7 +84,7 @@ class Workers:
 @dataclass(slots=True)
 class _Packing:
     effect: SendToConsumer
-    future: Future[Packed | None]
+    future: Future[Timed[Packed | None]]
     wanted: bool = True
 
 
@@ -114,7 +124,10 @@ class Packer:
 
     def _result(self, job: _Packing) -> Packed | None:
         try:
-            return job.future.result()
+            done = job.future.result()
+            if job.effect.account is not None:
+                job.effect.account.add(PACKING, done.seconds)
+            return done.value
         except Exception as error:  # whatever a library raises: the rows themselves are good
             self.faults += 1
             if self.faults & (self.faults - 1) == 0:  # 1, 2, 4, 8 ... times
@@ -127,7 +140,7 @@ class Packer:
                 )
             return None
 
-    def stop(self, grant: str) -> list[Future[Packed | None]]:
+    def stop(self, grant: str) -> list[Future[Timed[Packed | None]]]:
         """Drop what is to be packed for a grant. Returns those that still read its bytes."""
         for peer, queue in list(self._waiting.items()):
             kept = deque(effect for effect in queue if effect.grant != grant)
@@ -186,7 +199,7 @@ class Unpacker:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._jobs: deque[tuple[Unpack, Future[Bytes]]] = deque()
+        self._jobs: deque[tuple[Unpack, Future[Timed[Bytes]]]] = deque()
 
     def start(self, effect: Unpack) -> None:
         """Unpack a chunk; :meth:`next` hands it out."""
@@ -201,14 +214,15 @@ class Unpacker:
 
         self._jobs.append((effect, self._workers.start(job)))
 
-    def next(self) -> tuple[Unpack, memoryview | str] | None:
+    def next(self) -> tuple[Unpack, Timed[memoryview] | str] | None:
         """The next chunk that is unpacked, or why it is not; None: there is none now."""
         while self._jobs and self._jobs[0][1].done():
             effect, future = self._jobs.popleft()
             if future.cancelled():
                 continue
             try:
-                return effect, future.result().data
+                done = future.result()
+                return effect, Timed(done.value.data, done.seconds)
             except CodecError as error:
                 return effect, str(error)
             except Exception as error:  # whatever a library raises at what a peer sent
@@ -220,6 +234,12 @@ class Unpacker:
         for effect, future in self._jobs:
             if effect.xfer_id == xfer_id:
                 future.cancel()
+
+
+def _timed(job: Callable[[], T]) -> Timed[T]:
+    began = time.perf_counter()
+    value = job()
+    return Timed(value, time.perf_counter() - began)
 
 
 def codecs_here(wanted: Sequence[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ the room it had.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
@@ -20,11 +21,36 @@ from ec_connector.protocol.messages import (
     MAX_BODY_BYTES,
     ToConsumer,
     ToProducer,
+    XferAck,
+    XferChunk,
+    XferPong,
+    XferReq,
     decode_to_consumer,
     decode_to_producer,
 )
 
 _POLLIN = int(zmq.POLLIN)  # arithmetic on zmq's own flag type is slow
+
+
+class Request(NamedTuple):
+    """A consumer's message. ``header``: its bytes. ``host``: that of who asks for an item."""
+
+    peer: bytes
+    message: ToProducer
+    header: int
+    host: str = ""
+
+
+class Answer(NamedTuple):
+    """A producer's message. ``header``: its bytes, without payload.
+
+    ``payload`` is its length as it came, 0 when it had no place and was thrown away, None when
+    there was none; or the payload itself.
+    """
+
+    message: ToConsumer
+    payload: int | memoryview | None
+    header: int
 
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
@@ -43,8 +69,8 @@ def discard_rest(socket: zmq.Socket[bytes]) -> int:
 
 def take_request(
     router: zmq.Socket[bytes], welcome: Callable[[zmq.Frame], bool] | None = None
-) -> tuple[bytes, ToProducer]:
-    """One message from a consumer: its identity and what it says.
+) -> Request:
+    """One message from a consumer.
 
     ``welcome`` is asked whether the frame's sender may still ask. Call it only when
     :func:`has_message`.
@@ -52,29 +78,31 @@ def take_request(
     Raises:
         WireError: it is not one; the rest of it has been thrown away.
     """
-    known = True
-    if welcome is None:
-        identity = router.recv()
-    else:
-        first = router.recv(copy=False)
-        identity, known = first.bytes, welcome(first)
+    first = router.recv(copy=False)
+    known = welcome is None or welcome(first)
     frames = [router.recv() for _ in range(2) if router.getsockopt(zmq.RCVMORE)]
     extra = discard_rest(router)
     if not known:
         raise WireError("its client key was taken off the list")
     if len(frames) != 2 or frames[0] or extra:
         raise WireError(f"a request of {1 + len(frames) + extra} frames; 3 were due")
-    return identity, decode_to_producer(frames[1])
+    message = decode_to_producer(frames[1])
+    host = ""
+    if isinstance(message, XferReq):
+        # A socket of both families shows addresses of the old one as new ones.
+        host = str(first.get("Peer-Address")).removeprefix("::ffff:")
+    return Request(first.bytes, message, len(frames[1]), host)
 
 
 def take_answer(
-    dealer: zmq.Socket[bytes], region: Region, landing: Callable[[ToConsumer], Span | int | None]
-) -> tuple[ToConsumer, int | memoryview | None]:
+    dealer: zmq.Socket[bytes],
+    region: Region,
+    landing: Callable[[XferAck | XferChunk], Span | int | None],
+) -> Answer:
     """One message from a producer, its payload (if any) written where ``landing`` says.
 
-    The second value is the payload's length in bytes as it came, 0 when it had no place
-    and was thrown away, None when there was no payload. Where ``landing`` gives a length, the
-    payload itself if it is so long. Call it only when :func:`has_message`.
+    Where ``landing`` gives a length, the payload itself is handed on, if it is so long. Call it
+    only when :func:`has_message`.
 
     Raises:
         WireError: it is not one; the rest of it has been thrown away.
@@ -91,15 +119,15 @@ def take_answer(
         discard_rest(dealer)
         raise
     if not dealer.getsockopt(zmq.RCVMORE):
-        return message, None
-    place = landing(message)
+        return Answer(message, None, len(body))
+    place = landing(message) if not isinstance(message, XferPong) else None
     received: int | memoryview = 0
     if isinstance(place, Span):
         received = _receive_payload(dealer, region, place)
     elif place is not None:
         payload = dealer.recv(copy=False).buffer
         received = payload if len(payload) == place else 0
-    return message, 0 if discard_rest(dealer) else received
+    return Answer(message, 0 if discard_rest(dealer) else received, len(body))
 
 
 def _receive_payload(dealer: zmq.Socket[bytes], region: Region, span: Span) -> int:

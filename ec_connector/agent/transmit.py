@@ -8,6 +8,7 @@ end only then, however early the consumer or the clock ends the grant.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,9 @@ import msgspec
 import zmq
 
 from ec_connector.errors import InternalError
-from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.pool.blocks import BlockPool
 from ec_connector.pool.region import Region
+from ec_connector.protocol.account import Account
 from ec_connector.protocol.effects import EndGrant, SendToConsumer, Span
 from ec_connector.protocol.messages import XferChunk, encode
 
@@ -46,14 +48,28 @@ def span_views(region: Region, span: Span) -> list[memoryview]:
 
 
 class Transmitter:
-    """Sends answers on the ROUTER, payload straight from the pool."""
+    """Sends answers on the ROUTER, payload straight from the pool.
 
-    def __init__(self, router: zmq.Socket[bytes], region: Region, pool: BlockPool) -> None:
+    Args:
+        router: the socket.
+        region: the pool's memory.
+        pool: whose pins end here.
+        book: takes the account of a grant that is over.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        region: Region,
+        pool: BlockPool,
+        book: Callable[[Account, float], None],
+    ) -> None:
         self._router = router
         self._region = region
         self._pool = pool
+        self._book = book
         self._under_way: dict[str, list[zmq.MessageTracker]] = {}
-        self._ending: dict[str, Entry] = {}
+        self._ending: dict[str, EndGrant] = {}
         self._reading: dict[str, list[Future[Any]]] = {}
         self._samples: dict[bytes, deque[zmq.MessageTracker]] = {}
         self._packed: list[tuple[bytes, zmq.MessageTracker, int]] = []
@@ -65,7 +81,8 @@ class Transmitter:
 
     def send(self, effect: SendToConsumer) -> bool:
         """Queue one message. False when the peer cannot be reached any more."""
-        frames: list[bytes | memoryview | zmq.Frame] = [effect.peer, b"", encode(effect.message)]
+        body = encode(effect.message)
+        frames: list[bytes | memoryview | zmq.Frame] = [effect.peer, b"", body]
         payload = effect.payload
         if payload is not None:
             views = span_views(self._region, payload)
@@ -78,6 +95,9 @@ class Transmitter:
             )
         except zmq.ZMQError:
             return False
+        if effect.account is not None:
+            effect.account.header_out += len(body)
+            effect.account.payload_out += payload.nbytes if payload is not None else 0
         if payload is not None:
             self.bytes_sent += payload.nbytes
             if tracker is not None and not tracker.done:
@@ -95,11 +115,15 @@ class Transmitter:
         message = msgspec.structs.replace(
             chunk, codec=effect.codec, packed_nbytes=nbytes, checksum=packed.checksum
         )
-        frames = [effect.peer, b"", encode(message), packed.data]
+        body = encode(message)
+        frames = [effect.peer, b"", body, packed.data]
         try:
             tracker = self._router.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:
             return False
+        if effect.account is not None:
+            effect.account.header_out += len(body)
+            effect.account.payload_out += nbytes
         self.bytes_sent += nbytes
         self.bytes_saved += chunk.nbytes - nbytes
         if tracker is not None and not tracker.done:
@@ -143,7 +167,7 @@ class Transmitter:
 
     def end(self, effect: EndGrant, reading: list[Future[Any]], now: float) -> None:
         """Unpin when the grant's frames have left, and ``reading`` is done with its bytes."""
-        self._ending[effect.grant] = effect.entry
+        self._ending[effect.grant] = effect
         if reading:
             self._reading[effect.grant] = reading
         self.sweep(now)
@@ -155,14 +179,15 @@ class Transmitter:
         read must not slow down the loop with all that waits for it.
         """
         for grant in list(islice(self._ending, _LOOKED_AT)):
-            entry = self._ending.pop(grant)
+            ending = self._ending.pop(grant)
             sent = all(tracker.done for tracker in self._under_way.get(grant, ()))
             if sent and all(future.done() for future in self._reading.get(grant, ())):
                 self._under_way.pop(grant, None)
                 self._reading.pop(grant, None)
-                self._pool.unpin(entry.generation, grant, now)
+                self._pool.unpin(ending.entry.generation, grant, now)
+                self._book(ending.account, now)
             else:
-                self._ending[grant] = entry  # behind the others
+                self._ending[grant] = ending  # behind the others
 
     def busy(self) -> bool:
         """Whether :meth:`sweep` must be called again although nothing else happens."""

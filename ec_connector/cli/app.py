@@ -14,7 +14,8 @@ from rich.table import Table
 
 from ec_connector import __version__
 from ec_connector.config import LOG_LEVELS, SETTING_KEYS, AgentOptions, Settings
-from ec_connector.errors import ConfigError
+from ec_connector.errors import ConfigError, ECConnectorError
+from ec_connector.protocol.effects import Address
 
 app = typer.Typer(
     add_completion=False,
@@ -30,6 +31,7 @@ _PASS_THROUGH = {
     "help_option_names": [],
 }
 _SETTINGS_HELP = "Settings as a JSON object, or a file that holds one."
+_AGENT_HELP = "Only this agent of this host, ipc://... as it printed."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -163,6 +165,75 @@ def agent(
     raise typer.Exit(run(options, announce))
 
 
+@app.command()
+def ping(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="host:port of a producer's agent.")],
+    settings: Annotated[
+        str, typer.Option("--config", metavar="FILE|JSON", help=_SETTINGS_HELP)
+    ] = "",
+    agent: Annotated[str, typer.Option("--agent", metavar="ENDPOINT", help=_AGENT_HELP)] = "",
+    count: Annotated[int, typer.Option("--count", min=1, max=1000, help="Round trips.")] = 5,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, max=3600, help="Seconds for all of it.")
+    ] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a producer what it is, and whether this host's agents could use it (status 1: no).
+
+    With --config as its consumers: their keys, ticket key and allow_peers.
+    """
+    from ec_connector.cli.agents import look
+    from ec_connector.cli.ping import fits
+    from ec_connector.cli.ping import ping as ask
+    from ec_connector.cli.pinged import table
+
+    chosen = _settings(settings) if settings else Settings(allow_peers=["*"])
+    address = _peer(peer)
+    try:
+        reply = ask(address, chosen, count, timeout)
+        agents = look(agent)
+    except ECConnectorError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    found = fits(reply.pong, [one for one in agents if one.address != reply.address])
+    if as_json:
+        print(msgspec.json.encode({"reply": reply, "fits": found}).decode())
+    else:
+        _console().print(table(reply, found))
+    if reply.pong.withheld:
+        print(f"{reply.address} answers only who has its ticket_key", file=sys.stderr)
+    for fit in found:
+        if fit.factor:
+            text = f"incompatible with agent {fit.agent_pid}: {fit.factor} differs: "
+            print(f"{text}{fit.here!r} here, {fit.there!r} at the peer", file=sys.stderr)
+    if reply.pong.withheld or any(fit.factor for fit in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    agent: Annotated[str, typer.Option("--agent", metavar="ENDPOINT", help=_AGENT_HELP)] = "",
+    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between looks.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Watch the agents of this host: peers, rates, pool, waits, fallbacks, latest transfers."""
+    from ec_connector.cli.agents import watch
+    from ec_connector.cli.watching import follow
+
+    try:
+        agents = watch(agent)
+    except ECConnectorError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from error
+    if once and not agents and not as_json:
+        print("no agent of this user runs on this host", file=sys.stderr)
+        raise typer.Exit(1)
+    follow(agents, _console(), interval, once=once, as_json=as_json, fixed=bool(agent))
+
+
 @app.command(context_settings=_PASS_THROUGH)
 def demo(context: typer.Context) -> None:
     """Run a real producer/consumer pair on tiny models, beside an ordinary vLLM."""
@@ -214,6 +285,19 @@ def _settings(text: str) -> Settings:
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+def _peer(text: str) -> Address:
+    """``host:port`` or ``[address]:port``; ends the command when it is neither."""
+    host, _, port = text.rpartition(":")
+    bare = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host and not bare) or not port.isascii() or not port.isdigit():
+        print(f"{text!r} is no peer: write host:port or [address]:port", file=sys.stderr)
+        raise typer.Exit(2)
+    if not 0 < int(port) <= 65535:
+        print(f"{text!r}: the port must be 1 to 65535", file=sys.stderr)
+        raise typer.Exit(2)
+    return Address(host.strip("[]"), int(port))
 
 
 def _console() -> Console:

@@ -52,11 +52,13 @@ class Intake:
         self._spoiled: set[str] = set()
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._loads: dict[str, Placement] = {}
+        self._loading: set[str] = set()
         self._returned = 0
         self._down = ""
         self.claims: dict[str, Claim] = {}
         self.fetches: dict[str, FetchItem] = {}
         self.releases: list[str] = []
+        self.loaded: list[str] = []
         self.outcomes: list[Outcome] = []
         self.unavailable: set[str] = set()
 
@@ -136,6 +138,7 @@ class Intake:
             self._loads = {}
             for key in loads:
                 self._not_busy(key, step)
+            self._loading |= loads.keys()
             self._spoiled -= loads.keys()
             return loads
         return dict(loads)
@@ -143,6 +146,11 @@ class Intake:
     def step_returned(self, step: int) -> None:
         """All of the engine's work up to this step is done on every worker."""
         self._returned = step
+        for key in list(self._loading):
+            item = self._items.get(key)
+            if item is None or item.busy_until <= step:
+                self._loading.discard(key)
+                self.loaded.append(key)
         for key in list(self._lingering):
             self._let_go(self._items[key])
 

@@ -12,7 +12,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from ec_connector.engine.tally import COUNTS, GAUGES, REASONED, TIMES, merge
+from ec_connector.engine.tally import COUNTS, GAUGES, LINKED, REASONED, TIMES, merge
 
 PREFIX: Final = "vllm:ec_pool_"
 _SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -37,7 +37,7 @@ class PoolStats(ECConnectorStats):
         return not any(self.data.values())
 
     def reduce(self) -> dict[str, int | float]:
-        """The interval in a few numbers, for the log line."""
+        """The interval in a few numbers, for the log line. Links would make it long."""
         line: dict[str, int | float] = dict(self.data.get("counts", {}))
         for name, reasons in self.data.get("reasons", {}).items():
             for reason, number in reasons.items():
@@ -53,7 +53,8 @@ class PoolStats(ECConnectorStats):
 class PoolPromMetrics(ECConnectorPromMetrics):
     """Prometheus metrics ``vllm:ec_pool_*`` of every engine behind one API server.
 
-    Counters get Prometheus' ``_total``; ``reason`` is a label with few values.
+    Counters get Prometheus' ``_total``; ``reason``, ``link``, ``role``, ``outcome``, ``part`` and
+    ``stage`` are labels with few values.
     """
 
     def __init__(
@@ -83,6 +84,14 @@ class PoolPromMetrics(ECConnectorPromMetrics):
             )
             for name, text in REASONED.items()
         }
+        self._linked = {
+            summed: self._counter_cls(
+                name=PREFIX + name,
+                documentation=text,
+                labelnames=[*labelnames, "link", "role", label],
+            )
+            for summed, (name, label, text) in LINKED.items()
+        }
 
     def _per_engine(self, kind: Any, name: str, text: str, **options: Any) -> dict[int, Any]:
         metric = kind(
@@ -108,3 +117,7 @@ class PoolPromMetrics(ECConnectorPromMetrics):
             for reason, number in reasons.items():
                 if name in self._reasoned:
                     self._reasoned[name].labels(*labels, reason).inc(number)
+        for name, sums in transfer_stats_data.get("links", {}).items():
+            for words, number in sums.items():
+                if name in self._linked:
+                    self._linked[name].labels(*labels, *words.split(" ")).inc(number)

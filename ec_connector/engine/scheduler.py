@@ -38,6 +38,7 @@ from ec_connector.protocol.local import (
     DropAll,
     Failed,
     Fetch,
+    Loaded,
     Ready,
     Refused,
     Release,
@@ -393,7 +394,8 @@ class SchedulerSide:
         self._tell_outcomes()
         if now >= self._next_stats and self._link.up:
             self._next_stats = now + STATS_INTERVAL
-            self._link.send(AskStats())
+            reasons = {name: dict(counts) for name, counts in self._tally.totals.items()}
+            self._link.send(AskStats(reasons=reasons))
 
     def _take(self, events: list[LinkEvent], seq: int = 0) -> Reserved | None:
         """Act on what the agent said; returns the answer to reservation ``seq``."""
@@ -408,7 +410,7 @@ class SchedulerSide:
             elif isinstance(event, Failed):
                 self._intake.failed(event, now)
             elif isinstance(event, Stats):
-                self._tally.note_agent(event.values)
+                self._tally.note_agent(event.values, event.links)
                 self._tally.gauges["waiting_items"] = self._intake.waiting
             elif isinstance(event, Refused):
                 logger.error("The agent refused a message: %s", event.message)
@@ -455,6 +457,9 @@ class SchedulerSide:
 
     def _flush(self) -> None:
         """Send what was decided; releases first, so that a new wish for an item counts."""
+        if self._intake.loaded:
+            self._link.send(Loaded(self._intake.loaded))
+            self._intake.loaded = []
         if self._intake.releases:
             self._link.send(Release(self._intake.releases))
             self._intake.releases = []

@@ -49,6 +49,18 @@ GAUGES: Final[dict[str, str]] = {
 }
 """Values of the moment, and what they mean."""
 
+LINKED: Final[dict[str, tuple[str, str, str]]] = {
+    "transfers": ("transfers", "outcome", "Transfers between agents that are over, each end's."),
+    "bytes": ("transferred_bytes", "part", "Bytes of these transfers: headers and payload."),
+    "seconds": (
+        "transfer_time_seconds",
+        "stage",
+        "Seconds of these transfers by stage; packing runs beside the others.",
+    ),
+}
+"""Counters by link, role and one label more, from the agent's books: what is summed there, the
+counter's name, that label, and the meaning."""
+
 MAX_OBSERVATIONS: Final = 1024
 
 
@@ -60,15 +72,22 @@ class Tally:
     reasons: dict[str, Counter[str]] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
+    links: dict[str, dict[str, float]] = field(default_factory=dict)
+    totals: dict[str, Counter[str]] = field(default_factory=dict)
+    """``reasons`` since the start; a take leaves them."""
     _failed_before: int = 0
+    _links_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def new_agent(self) -> None:
         """An agent serves whose own counts begin at zero."""
         self.gauges["agent_up"] = 1
         self._failed_before = 0
+        self._links_before = {}
 
-    def note_agent(self, values: Mapping[str, Any]) -> None:
-        """Take over what the agent says of its pool, and of saves that failed."""
+    def note_agent(
+        self, values: Mapping[str, Any], links: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Take over what the agent says of its pool, of saves that failed, and of its links."""
         blocks = values.get("blocks", 0)
         if blocks:
             self.gauges["usage_ratio"] = 1 - values.get("blocks_free", 0) / blocks
@@ -78,6 +97,13 @@ class Tally:
         if failed > self._failed_before:
             self.add("save_failed_items", failed - self._failed_before)
         self._failed_before = failed
+        for name, sums in (links or {}).items():
+            before = self._links_before.get(name, {})
+            for label, number in sums.items():
+                if number > before.get(label, 0):
+                    more = self.links.setdefault(name, {})
+                    more[label] = more.get(label, 0) + number - before.get(label, 0)
+        self._links_before = links or {}
 
     def add(self, name: str, number: int = 1) -> None:
         """Count under one of ``COUNTS``."""
@@ -86,6 +112,7 @@ class Tally:
     def add_reason(self, name: str, reason: str) -> None:
         """Count under one of ``REASONED``."""
         self.reasons.setdefault(name, Counter())[reason] += 1
+        self.totals.setdefault(name, Counter())[reason] += 1
 
     def observe(self, name: str, seconds: float) -> None:
         """Note one of ``TIMES``; what exceeds ``MAX_OBSERVATIONS`` between takes is dropped."""
@@ -95,34 +122,37 @@ class Tally:
 
     def take(self) -> dict[str, Any] | None:
         """Everything since the last call as a plain dict, or None if there is nothing."""
-        if not (self.counts or self.reasons or self.times or self.gauges):
+        if not (self.counts or self.reasons or self.times or self.gauges or self.links):
             return None
         data = {
             "counts": dict(self.counts),
             "reasons": {name: dict(found) for name, found in self.reasons.items()},
             "times": self.times,
             "gauges": self.gauges,
+            "links": self.links,
         }
         self.counts, self.reasons, self.times, self.gauges = Counter(), {}, {}, {}
+        self.links = {}
         return data
 
 
 def merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Both tallies added up, as :meth:`Tally.take` returns them; ``other`` is the later one."""
-    reasons = {
-        name: dict(
-            Counter(one.get("reasons", {}).get(name, {}))
-            + Counter(other.get("reasons", {}).get(name, {}))
-        )
-        for name in one.get("reasons", {}).keys() | other.get("reasons", {}).keys()
-    }
     times = {
         name: [*one.get("times", {}).get(name, []), *other.get("times", {}).get(name, [])]
         for name in one.get("times", {}).keys() | other.get("times", {}).keys()
     }
     return {
         "counts": dict(Counter(one.get("counts", {})) + Counter(other.get("counts", {}))),
-        "reasons": reasons,
+        "reasons": _added(one.get("reasons", {}), other.get("reasons", {})),
         "times": times,
         "gauges": one.get("gauges", {}) | other.get("gauges", {}),
+        "links": _added(one.get("links", {}), other.get("links", {})),
+    }
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: dict(Counter(one.get(name, {})) + Counter(other.get(name, {})))
+        for name in one.keys() | other.keys()
     }

@@ -28,11 +28,21 @@ from typing import Final
 from ec_connector.codecs.choice import NONE
 from ec_connector.errors import InternalError, ItemTooLargeError, PoolFullError
 from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.protocol.account import (
+    CONSUMER,
+    DELIVERED,
+    LOADING,
+    PACKING,
+    RECEIVING,
+    WAITING,
+    Account,
+)
 from ec_connector.protocol.connections import Connections
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.delivered import Delivered
 from ec_connector.protocol.effects import (
     Address,
+    Book,
     CopyFromPeer,
     Effect,
     SendToProducer,
@@ -152,7 +162,8 @@ class ConsumerMachine:
             text = "the announcement carries no ticket that a producer of this fleet signed"
             return [self._failed(client, item, "peer_refused", text)]
         address = self._peers.lane(Address(item.peer_host, item.peer_port))
-        fetch = Fetch(item, address)
+        account = Account(item.key, item.peer_host, str(address), CONSUMER, now)
+        fetch = Fetch(item, address, account)
         fetch.waiters[client] = waiter
         self._fetches.add(fetch)
         self._waiters.set((item.key, client), waiter.deadline)
@@ -190,8 +201,12 @@ class ConsumerMachine:
             self._waiters.cancel((key, client))
             if not fetch.waiters:
                 effects += self._finish(key, "unwanted")
-        self._delivered.release(client, key, now)
-        return [*effects, *self.room(now)]
+        accounts = self._delivered.release(client, key, now)
+        return [*effects, *map(Book, accounts), *self.room(now)]
+
+    def loaded(self, client: bytes, key: str) -> list[Effect]:
+        """A client has copied an item out of the pool, and holds it for further use."""
+        return [*map(Book, self._delivered.loaded(client, key))]
 
     def client_gone(self, client: bytes, now: float) -> list[Effect]:
         """A client's process ended: nothing is pinned or fetched for it any more."""
@@ -263,12 +278,18 @@ class ConsumerMachine:
         return message.packed_nbytes if may_unpack(message, fetch, self._chunk) else None
 
     def answered(
-        self, address: Address, ack: XferAck, payload: int | None, now: float
+        self, address: Address, ack: XferAck, payload: int | None, now: float, *, header: int = 0
     ) -> list[Effect]:
-        """A producer answered. ``payload``: length of what came behind the ack, None if nothing."""
+        """A producer answered. ``payload``: length of what came behind the ack, None if nothing.
+
+        ``header``: bytes of the ack itself.
+        """
         fetch = self._fetches.match(address, ack)
         if fetch is None or fetch.entry is None:
             return self._hand_back(address, ack)
+        account = fetch.account
+        account.header_in += header
+        account.payload_in += payload or 0
         if fetch.state is not FetchState.ASKED:
             return []  # the same answer again: handing it back would end the grant in use
         key = fetch.item.key
@@ -283,8 +304,9 @@ class ConsumerMachine:
         fault = ack_fault(ack, fetch.item, self._codecs) or plane_fault(ack, self._planes)
         if fault:
             return [*self._hand_back(address, ack), *self._fail(key, "mismatch", fault)]
-        fetch.plane = ack.plane or "zmq"
-        fetch.codec = ack.codec
+        account.plane = fetch.plane = ack.plane or "zmq"
+        account.codec = fetch.codec = ack.codec
+        account.turn(RECEIVING, now)
         if fetch.plane == "memory" and ack.region is not None:
             # A state of its own: bytes from elsewhere must not end a fetch whose copy goes on.
             fetch.move("memory shown")
@@ -313,7 +335,13 @@ class ConsumerMachine:
         return self._landed(key, payload, fetch.entry.nbytes, now)
 
     def arrived(
-        self, address: Address, chunk: XferChunk, payload: int | memoryview | None, now: float
+        self,
+        address: Address,
+        chunk: XferChunk,
+        payload: int | memoryview | None,
+        now: float,
+        *,
+        header: int = 0,
     ) -> list[Effect]:
         """A chunk came. ``payload``: length of what came behind it, None if nothing.
 
@@ -323,11 +351,14 @@ class ConsumerMachine:
         if fetch is None or fetch.state is not FetchState.RECEIVING:
             return []
         key = fetch.item.key
+        fetch.account.header_in += header
         if isinstance(payload, memoryview):
             fetch.came += chunk.nbytes
+            fetch.account.payload_in += payload.nbytes
             self.counts["packed_bytes_received"] += payload.nbytes
             entry = fetch.room()
             return [Unpack(fetch.xfer_id, chunk, payload, entry.dtype, entry.shape)]
+        fetch.account.payload_in += payload or 0
         if payload == chunk.nbytes:
             fetch.came += payload
         return self._landed(key, payload or 0, chunk.nbytes, now)
@@ -339,12 +370,15 @@ class ConsumerMachine:
             return None
         return Span(fetch.room(), chunk.offset, chunk.nbytes)
 
-    def unpacked(self, xfer_id: int, chunk: XferChunk, fault: str, now: float) -> list[Effect]:
+    def unpacked(
+        self, xfer_id: int, chunk: XferChunk, fault: str, now: float, *, seconds: float = 0.0
+    ) -> list[Effect]:
         """A chunk's bytes are where ``unpacking_to`` said, or could not be had (``fault``)."""
         fetch = self._fetches.attempt(xfer_id, FetchState.RECEIVING)
         if fetch is None:
             return []
         key = fetch.item.key
+        fetch.account.add(PACKING, seconds)
         if fault:
             text = f"bytes {chunk.offset} to {chunk.offset + chunk.nbytes}, {chunk.codec}: {fault}"
             return self._fail(key, "mismatch", text, hand_back=True)
@@ -363,6 +397,7 @@ class ConsumerMachine:
         key = fetch.item.key
         if not fault:
             nbytes = fetch.room().nbytes
+            fetch.account.payload_in += nbytes
             return self._landed(key, nbytes, nbytes, now)
         self.counts["memory_plane_refused"] += 1
         effects = self._done_effects(fetch)
@@ -389,6 +424,7 @@ class ConsumerMachine:
             if fetch.state in MOVING:
                 effects += self._stop_copy(fetch)
                 fetch.move("connection lost")
+                fetch.account.turn(WAITING, now)
                 fetch.came = fetch.received = 0
             self._fetches.renumber(fetch)
         return effects
@@ -479,6 +515,7 @@ class ConsumerMachine:
         fetch = self._fetches[key]
         self._fetches.renumber(fetch)
         fetch.move("asks")
+        fetch.account.turn(WAITING, now)
         fetch.start_over(self._peers.flow(fetch.address).window, now)
         patience = max(w.deadline for w in fetch.waiters.values()) - now
         req = XferReq(
@@ -495,7 +532,7 @@ class ConsumerMachine:
             codecs=[] if self._codecs == (NONE,) else list(self._codecs),
         )
         self.counts["requests_sent"] += 1
-        return [SendToProducer(fetch.address, req)]
+        return [SendToProducer(fetch.address, req, fetch.account)]
 
     def _ask_later(self, key: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
@@ -533,12 +570,16 @@ class ConsumerMachine:
         if not credit:
             return []
         message = XferCredit(self._session, key, fetch.xfer_id, credit)
-        return [SendToProducer(fetch.address, message)]
+        return [SendToProducer(fetch.address, message, fetch.account)]
 
     def _deliver(self, key: str, entry: Entry, plane: str, now: float) -> list[Effect]:
         fetch = self._fetches[key]
         fetch.entry = None  # no longer this fetch's to abandon
         peer = str(fetch.address) if plane != "pool" else ""
+        if plane != "pool":
+            fetch.account.nbytes = entry.nbytes
+            fetch.account.turn(LOADING, now)
+            self._delivered.charge(fetch.account, list(fetch.waiters))
         ready: list[Effect] = [
             self._ready(client, entry, waiter, now, plane, peer)
             for client, waiter in fetch.waiters.items()
@@ -573,12 +614,16 @@ class ConsumerMachine:
         reason = "pool_full" if fetch.state is FetchState.ROOM else "deadline"
         text = f"not there after {waited:.1f} s ({fetch.state.value})"
         tell = self._failed(client, fetch.item, reason, text)
-        return [tell] if fetch.waiters else [tell, *self._finish(key, "failed")]
+        if fetch.waiters:
+            return [tell]
+        fetch.account.outcome = reason
+        return [tell, *self._finish(key, "failed")]
 
     def _fail(
         self, key: str, reason: str, text: str, factor: str = "", *, hand_back: bool = False
     ) -> list[Effect]:
         fetch = self._fetches[key]
+        fetch.account.outcome = reason
         told: list[Effect] = [
             self._failed(client, fetch.item, reason, text, factor) for client in fetch.waiters
         ]
@@ -613,7 +658,10 @@ class ConsumerMachine:
             stop = self._stop_copy(fetch)
         self._peers.leave(fetch.address, key)
         fetch.move(event)
-        return stop
+        if event == DELIVERED or not fetch.xfer_id:
+            return stop
+        fetch.account.outcome = fetch.account.outcome or event
+        return [*stop, Book(fetch.account)]
 
     def _stop_copy(self, fetch: Fetch) -> list[Effect]:
         under_way = fetch.state is FetchState.COPYING or fetch.came > fetch.received
@@ -621,7 +669,7 @@ class ConsumerMachine:
 
     def _done_effects(self, fetch: Fetch) -> list[Effect]:
         done = XferDone(self._session, fetch.item.key, fetch.xfer_id)
-        return [SendToProducer(fetch.address, done)]
+        return [SendToProducer(fetch.address, done, fetch.account)]
 
     def _hand_back(self, address: Address, ack: XferAck) -> list[Effect]:
         if ack.status is not XferStatus.OK or ack.session_id != self._session:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ec_connector.pool.blocks import Entry
+from ec_connector.protocol.account import Account
 from ec_connector.protocol.local import ToClient
 from ec_connector.protocol.messages import (
     RegionRef,
@@ -19,6 +20,7 @@ from ec_connector.protocol.messages import (
     XferChunk,
     XferCredit,
     XferDone,
+    XferPong,
     XferReq,
 )
 
@@ -49,22 +51,24 @@ class SendToConsumer:
 
     ``grant`` names the pin under which the bytes may be read until they are out.
     With a ``codec`` the bytes of a chunk are to be packed first, if they shrink; chunks
-    of one grant leave in order.
+    of one grant leave in order. What it takes is added to the ``account``.
     """
 
     peer: bytes
-    message: XferAck | XferChunk
+    message: XferAck | XferChunk | XferPong
     payload: Span | None = None
     grant: str = ""
     codec: str = ""
+    account: Account | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EndGrant:
-    """Unpin, once every frame sent under this grant has left the process."""
+    """Unpin, once every frame sent under this grant has left the process; book its account."""
 
     entry: Entry
     grant: str
+    account: Account
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class SendToProducer:
 
     address: Address
     message: XferReq | XferCredit | XferDone
+    account: Account | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,13 @@ class StopCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Book:
+    """A transfer is over, and what it cost is known."""
+
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Send a message to a client of this agent."""
 
@@ -144,5 +156,6 @@ Effect = (
     | CopyFromPeer
     | Unpack
     | StopCopy
+    | Book
     | Tell
 )

@@ -9,6 +9,7 @@ from typing import Final
 
 from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import Entry
+from ec_connector.protocol.account import Account
 from ec_connector.protocol.effects import Address
 from ec_connector.protocol.flow import Flow
 from ec_connector.protocol.local import FetchItem
@@ -75,6 +76,7 @@ class Fetch:
 
     item: FetchItem
     address: Address
+    account: Account
     state: FetchState = FetchState.NEW
     waiters: dict[bytes, Waiter] = field(default_factory=dict)
     entry: Entry | None = None

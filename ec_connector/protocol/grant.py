@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ec_connector.pool.blocks import Entry
+from ec_connector.protocol.account import Account
 from ec_connector.protocol.messages import XferReq
 from ec_connector.states import Table
 
@@ -56,6 +57,7 @@ class Grant:
 
     peer: bytes
     req: XferReq
+    account: Account
     state: GrantState = GrantState.ASKED
     entry: Entry | None = None
     pin: str = ""

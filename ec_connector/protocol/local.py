@@ -17,6 +17,8 @@ One save, one load::
       ├────────────────────────►│ … asks the peer, receives into the pool …
       │◄────────────────────────┤ Ready(extents), pinned for this client
       │ ── extents travel in the step's metadata ───────►│ copies rows out of the extents
+      │ Loaded(keys)            │
+      ├────────────────────────►│ … the request goes on; later:
       │ Release(keys)           │
       ├────────────────────────►│
 """
@@ -133,6 +135,15 @@ class Release(_Local, tag="release"):
     keys: list[str]
 
 
+class Loaded(_Local, tag="loaded"):
+    """The client has copied these items out of the pool; it may hold them all the same.
+
+    For the books only: with it the transfer that brought an item is over.
+    """
+
+    keys: list[str]
+
+
 class DropAll(_Local, tag="drop_all"):
     """The model's weights changed: serve nothing saved or fetched before this message.
 
@@ -144,9 +155,20 @@ class DropAll(_Local, tag="drop_all"):
 
 
 class AskStats(_Local, tag="ask_stats"):
-    """Answered by :class:`Stats`."""
+    """Answered by :class:`Stats`.
+
+    ``reasons``: what the client counted by reason since it knows this agent, for who asks for the
+    agent's :class:`State`.
+    """
 
     seq: int = 0
+    reasons: dict[str, dict[str, int]] = {}
+
+
+class AskState(_Local, tag="ask_state"):
+    """Answered by :class:`State`, with the transfers numbered above ``after``."""
+
+    after: int = 0
 
 
 # ── agent to client ──────────────────────────────────────────────────────────
@@ -213,10 +235,68 @@ class Failed(_Local, tag="failed"):
 
 
 class Stats(_Local, tag="stats"):
-    """Counters and gauges of the agent, by name."""
+    """Counters and gauges of the agent, by name; ``links`` as in :class:`State`."""
 
     values: dict[str, Any]
     seq: int = 0
+    links: dict[str, dict[str, float]] = {}
+
+
+class Transfer(_Local):
+    """One transfer at this agent's end: the record that :mod:`ec_connector.protocol.account` makes.
+
+    Sizes in bytes, times in seconds, ``seconds`` by stage. ``number`` counts the agent's records.
+    """
+
+    number: int
+    item: str
+    peer: str
+    role: str
+    link: str
+    plane: str
+    codec: str
+    outcome: str
+    nbytes: int
+    header_out: int
+    header_in: int
+    payload_out: int
+    payload_in: int
+    seconds: dict[str, float]
+    total: float
+
+
+class PeerSums(_Local):
+    """All transfers with one peer in one role: bytes with headers, seconds from begin to end."""
+
+    peer: str
+    role: str
+    link: str
+    plane: str = ""
+    transfers: int = 0
+    failed: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+
+
+class State(_Local, tag="state"):
+    """What an agent is, has and did.
+
+    ``links`` as :data:`ec_connector.protocol.ledger.Links`; ``reasons`` are those of its clients'
+    :class:`AskStats`; ``transfers`` the latest ones.
+    """
+
+    agent_pid: int
+    address: str
+    compatibility_hash: str
+    factors: dict[str, str]
+    planes: list[str]
+    codecs: list[str]
+    values: dict[str, Any]
+    links: dict[str, dict[str, float]]
+    reasons: dict[str, dict[str, int]]
+    peers: list[PeerSums]
+    transfers: list[Transfer]
 
 
 class Refused(_Local, tag="refused"):
@@ -225,8 +305,20 @@ class Refused(_Local, tag="refused"):
     message: str
 
 
-ToAgent = Hello | Reserve | Saved | SaveFailed | StepDone | Fetch | Release | DropAll | AskStats
-ToClient = Welcome | Reserved | Ready | Failed | Stats | Refused
+ToAgent = (
+    Hello
+    | Reserve
+    | Saved
+    | SaveFailed
+    | StepDone
+    | Fetch
+    | Release
+    | Loaded
+    | DropAll
+    | AskStats
+    | AskState
+)
+ToClient = Welcome | Reserved | Ready | Failed | Stats | State | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)

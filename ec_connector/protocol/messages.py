@@ -17,6 +17,8 @@ type       direction           meaning
 ``chunk``  producer→consumer   a run of payload bytes (payload frame follows)
 ``credit`` consumer→producer   you may send that many bytes more
 ``done``   consumer→producer   I need the grant no longer; unpin
+``ping``   anybody→producer    are you there, and what are you?
+``pong``   producer→asker      what it is, speaks and has room for
 =========  ==================  ===============================================
 """
 
@@ -192,8 +194,39 @@ class XferDone(msgspec.Struct, tag="done", omit_defaults=True, gc=False):
     xfer_id: int = 0
 
 
-ToProducer = XferReq | XferCredit | XferDone
-ToConsumer = XferAck | XferChunk
+class XferPing(msgspec.Struct, tag="ping", omit_defaults=True, gc=False):
+    """To a producer: answer with a pong of this ``seq``. ``ticket``: :meth:`Tickets.sign_ping`."""
+
+    seq: int
+    ticket: str = ""
+
+
+class XferPong(
+    msgspec.Struct, metaclass=_OwnVersionByDefault, tag="pong", omit_defaults=True, gc=False
+):
+    """From a producer: what a request would be compared with, and how full its pool is, in blocks.
+
+    With ``withheld`` nothing is said: the ping had no ticket that counts here.
+    """
+
+    seq: int
+    withheld: bool = False
+    compatibility_hash: str = ""
+    connector_version: int = msgspec.field(default_factory=_absent_version)
+    fingerprint: dict[str, str] = {}
+    planes: list[str] = []
+    codecs: list[str] = []
+    block_bytes: int = 0
+    blocks: int = 0
+    blocks_free: int = 0
+    blocks_pinned: int = 0
+    items: int = 0
+    grants: int = 0
+    parked: int = 0
+
+
+ToProducer = XferReq | XferCredit | XferDone | XferPing
+ToConsumer = XferAck | XferChunk | XferPong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_producer: msgspec.msgpack.Decoder[ToProducer] = msgspec.msgpack.Decoder(ToProducer)
@@ -242,7 +275,7 @@ def _checked(message: Any) -> Any:
     for name in counts:
         if not 0 <= getattr(message, name) < 1 << 63:
             raise WireError(f"{name} {getattr(message, name)} is not a size")
-    if isinstance(message, XferReq):
+    if isinstance(message, XferReq | XferPong):
         if len(message.fingerprint) > MAX_FACTORS or len(message.planes) > MAX_FACTORS:
             raise WireError(f"more than {MAX_FACTORS} factors or planes")
         if len(message.codecs) > MAX_FACTORS or any(
@@ -289,12 +322,13 @@ _TEXT_LIMITS = {
 }
 _COUNTS = {
     "xfer_id", "nbytes", "offset", "credit_bytes", "chunk_bytes", "timeout_ms", "generation",
-    "packed_nbytes", "checksum",
+    "packed_nbytes", "checksum", "seq", "block_bytes", "blocks", "blocks_free", "blocks_pinned",
+    "items", "grants", "parked",
 }  # fmt: skip
 _LIMITS_OF = {
     kind: (
         [(name, _TEXT_LIMITS[name]) for name in kind.__struct_fields__ if name in _TEXT_LIMITS],
         [name for name in kind.__struct_fields__ if name in _COUNTS],
     )
-    for kind in (XferReq, XferCredit, XferDone, XferAck, XferChunk)
+    for kind in (XferReq, XferCredit, XferDone, XferAck, XferChunk, XferPing, XferPong)
 }

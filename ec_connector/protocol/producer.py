@@ -27,6 +27,7 @@ from msgspec import structs
 from ec_connector.codecs.choice import EXACT, LOSS, NONE, aligned_chunk, choose, loss_of
 from ec_connector.errors import InternalError
 from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.protocol.account import PRODUCER, SENDING, Account
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Effect, EndGrant, SendToConsumer, Span
 from ec_connector.protocol.fingerprint import Identity, agree
@@ -41,6 +42,8 @@ from ec_connector.protocol.messages import (
     XferChunk,
     XferCredit,
     XferDone,
+    XferPing,
+    XferPong,
     XferReq,
     XferStatus,
 )
@@ -110,12 +113,15 @@ class ProducerMachine:
 
     # ── events ───────────────────────────────────────────────────────────────
 
-    def asked(self, peer: bytes, req: XferReq, now: float) -> list[Effect]:
-        """A consumer wants an item."""
+    def asked(
+        self, peer: bytes, req: XferReq, now: float, *, header: int = 0, host: str = ""
+    ) -> list[Effect]:
+        """A consumer wants an item. ``header``: bytes of the message; ``host`` it came from."""
         self.counts["requests"] += 1
         key = _key(peer, req)
         effects = self._end(key, "asked again") if key in self._grants else []
-        grant = Grant(peer, req)
+        account = Account(req.mm_hash, host, host, PRODUCER, now, header_in=header)
+        grant = Grant(peer, req, account)
         if refusal := self._gate(req):
             return [*effects, self._refuse(grant, refusal)]
         entry = self._pool.get(req.mm_hash)
@@ -172,23 +178,50 @@ class ProducerMachine:
         """The model's weights changed: nothing that is being saved now will be served."""
         return [effect for mm_hash in self._parking.items() for effect in self.lost(mm_hash, "")]
 
-    def credited(self, peer: bytes, credit: XferCredit, now: float) -> list[Effect]:
+    def credited(
+        self, peer: bytes, credit: XferCredit, now: float, *, header: int = 0
+    ) -> list[Effect]:
         """A consumer has room for more of a grant."""
         key = _key(peer, credit)
         grant = self._grants.get(key)
         if grant is None or not grant.is_of(peer, credit.xfer_id) or grant.entry is None:
             return []
+        grant.account.header_in += header
         grant.credit = min(grant.credit + credit.nbytes, MAX_CREDIT_BYTES)
         self._leases.set(key, now + self._lease)
         return self._push(grant, grant.entry)
 
-    def done(self, peer: bytes, done: XferDone) -> list[Effect]:
+    def done(self, peer: bytes, done: XferDone, *, header: int = 0) -> list[Effect]:
         """A consumer has what it wanted, or wants it no more."""
         key = _key(peer, done)
         grant = self._grants.get(key)
         if grant is None or not grant.is_of(peer, done.xfer_id):
             return []
+        grant.account.header_in += header
         return self._end(key, "done")
+
+    def pinged(self, peer: bytes, ping: XferPing) -> list[Effect]:
+        """Somebody asks what this is. Who may not have items does not learn it either."""
+        self.counts["pings"] += 1
+        if self._tickets is not None and not self._tickets.verify_ping(ping.ticket, ping.seq):
+            self.counts["tickets_refused"] += 1
+            return [SendToConsumer(peer, XferPong(ping.seq, withheld=True))]
+        usage, gauges = self._pool.usage(), self.gauges()
+        pong = XferPong(
+            ping.seq,
+            compatibility_hash=self.identity.compatibility_hash,
+            fingerprint=dict(self.identity.factors),
+            planes=list(self._planes),
+            codecs=list(self._codecs),
+            block_bytes=self._region.block_bytes,
+            blocks=usage.num_blocks,
+            blocks_free=usage.free,
+            blocks_pinned=usage.pinned,
+            items=usage.entries,
+            grants=gauges["grants"],
+            parked=gauges["parked_now"],
+        )
+        return [SendToConsumer(peer, pong)]
 
     def peer_gone(self, peer: bytes) -> list[Effect]:
         """No message can reach this peer any more: its grants end."""
@@ -291,6 +324,9 @@ class ProducerMachine:
         grant.move("granted")
         self._pins += 1
         grant.entry, grant.pin = entry, f"grant/{self._pins}"
+        account = grant.account
+        account.turn(SENDING, now)
+        account.nbytes = entry.nbytes
         self._pool.pin(entry.key, grant.pin, None, now)
         grant.credit = min(req.credit_bytes, MAX_CREDIT_BYTES)
         self._keep(key, grant)
@@ -301,24 +337,28 @@ class ProducerMachine:
             # A peer that knows the base fields only: an ack of base fields, the bytes behind it,
             # and no "done" to wait for.
             whole = Span(entry, 0, entry.nbytes)
-            return [SendToConsumer(peer, ack, whole, grant.pin), *self._end(key, "sent whole")]
+            account.plane = "zmq"
+            sent = SendToConsumer(peer, ack, whole, grant.pin, account=account)
+            return [sent, *self._end(key, "sent whole")]
         ack.xfer_id = req.xfer_id
         ack.nbytes, ack.dtype, ack.shape = entry.nbytes, entry.dtype, list(entry.shape)
         if mapped:
             ack.plane, ack.region = "memory", self._region
             ack.extents, ack.generation = list(entry.extents), entry.generation
             ack.proof = proof_of(self._secret, entry.generation, entry.nbytes, entry.extents)
-            return [SendToConsumer(peer, ack)]
-        ack.plane = "zmq"
+            account.plane = "memory"
+            return [SendToConsumer(peer, ack, account=account)]
+        account.plane = ack.plane = "zmq"
         if codec != NONE:
             self.counts[f"codec_{codec}"] += 1
-            ack.codec = grant.codec = codec
+            account.codec = ack.codec = grant.codec = codec
             grant.chunk = aligned_chunk(codec, entry.dtype, entry.shape, grant.chunk)
-            return [SendToConsumer(peer, ack), *self._push(grant, entry)]
+            return [SendToConsumer(peer, ack, account=account), *self._push(grant, entry)]
         if entry.nbytes <= min(grant.credit, grant.chunk):
             grant.sent = entry.nbytes
-            return [SendToConsumer(peer, ack, Span(entry, 0, entry.nbytes), grant.pin)]
-        return [SendToConsumer(peer, ack), *self._push(grant, entry)]
+            whole = Span(entry, 0, entry.nbytes)
+            return [SendToConsumer(peer, ack, whole, grant.pin, account=account)]
+        return [SendToConsumer(peer, ack, account=account), *self._push(grant, entry)]
 
     def _push(self, grant: Grant, entry: Entry) -> list[Effect]:
         effects: list[Effect] = []
@@ -328,7 +368,11 @@ class ProducerMachine:
                 break
             chunk = XferChunk(grant.req.session_id, grant.req.xfer_id, grant.sent, nbytes)
             payload = Span(entry, grant.sent, nbytes)
-            effects.append(SendToConsumer(grant.peer, chunk, payload, grant.pin, grant.codec))
+            effects.append(
+                SendToConsumer(
+                    grant.peer, chunk, payload, grant.pin, grant.codec, account=grant.account
+                )
+            )
             grant.sent += nbytes
             grant.credit -= nbytes
         return effects
@@ -356,7 +400,10 @@ class ProducerMachine:
     def _end(self, key: GrantKey, event: str) -> list[Effect]:
         grant = self._drop(key)
         grant.move(event)
-        return [EndGrant(grant.entry, grant.pin)] if grant.entry is not None else []
+        if grant.entry is None:
+            return []
+        grant.account.outcome = event
+        return [EndGrant(grant.entry, grant.pin, grant.account)]
 
     def _refuse(self, grant: Grant, refusal: _Refusal) -> SendToConsumer:
         grant.move("refused")

@@ -24,6 +24,7 @@ MAX_TICKET_CHARS = 64
 MAX_KEYS = 2
 _KEY = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 _PURPOSE = "ec_connector ticket 1"
+_PING = "ec_connector ping 1"
 
 
 class Tickets:
@@ -68,7 +69,17 @@ class Tickets:
         shape: Sequence[int],
     ) -> bool:
         """Whether a producer of the fleet announced exactly this."""
-        words = _words(key, host, port, nbytes, dtype, shape)
+        return self._signed(ticket, _words(key, host, port, nbytes, dtype, shape))
+
+    def sign_ping(self, seq: int) -> str:
+        """The ticket of one ping. It opens nothing but an answer to that ping."""
+        return _mac(self._keys[0], _ping_words(seq))
+
+    def verify_ping(self, ticket: str, seq: int) -> bool:
+        """Whether somebody of the fleet pings."""
+        return self._signed(ticket, _ping_words(seq))
+
+    def _signed(self, ticket: str, words: bytes) -> bool:
         given = ticket.encode("utf-8", "surrogatepass")
         # All keys are tried, so that the time taken does not tell which one fits.
         fits = [hmac.compare_digest(given, _mac(one, words).encode()) for one in self._keys]
@@ -78,6 +89,10 @@ class Tickets:
 def _words(key: str, host: str, port: int, nbytes: int, dtype: str, shape: Sequence[int]) -> bytes:
     # JSON, so that no two different items have the same text.
     return json.dumps([_PURPOSE, key, host, port, nbytes, dtype, list(shape)]).encode("ascii")
+
+
+def _ping_words(seq: int) -> bytes:
+    return json.dumps([_PING, seq]).encode("ascii")
 
 
 def _mac(key: bytes, words: bytes) -> str:

@@ -112,6 +112,10 @@ class Pair(Wiring):
         """Let a client need an item no longer."""
         self._do(self.consumer.release(client, key, self.clock.now))
 
+    def loaded(self, key: str, client: bytes = CLIENT) -> None:
+        """Let a client have copied an item out of the pool."""
+        self._do(self.consumer.loaded(client, key))
+
     def of_key(self, key: str, client: bytes = CLIENT) -> list[Ready | Failed]:
         """All that a client was told about a key."""
         return [

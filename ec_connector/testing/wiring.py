@@ -12,10 +12,12 @@ import msgspec
 from ec_connector.codecs.choice import NONE
 from ec_connector.codecs.work import pack, unpack
 from ec_connector.errors import CodecError, InternalError
-from ec_connector.pool.blocks import BlockPool, Entry
+from ec_connector.pool.blocks import BlockPool
+from ec_connector.protocol.account import Account
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
     Address,
+    Book,
     Connect,
     CopyFromPeer,
     Disconnect,
@@ -35,6 +37,8 @@ from ec_connector.protocol.messages import (
     XferAck,
     XferChunk,
     XferCredit,
+    XferPing,
+    XferPong,
     XferReq,
     decode_to_consumer,
     decode_to_producer,
@@ -128,7 +132,10 @@ class Wiring:
         self._connections = 0
         self._unsent: list[bytes] = []
         self._changes: deque[tuple[Address, bool]] = deque()
-        self._ending: dict[str, Entry] = {}
+        self._ending: dict[str, EndGrant] = {}
+        self.served: list[Account] = []
+        self.fetched: list[Account] = []
+        self.pongs: list[XferPong] = []
 
     def run(self) -> None:
         """Deliver what can be delivered now, until nothing moves any more."""
@@ -172,7 +179,7 @@ class Wiring:
             elif isinstance(effect, SendToProducer):
                 self._send_to_producer(effect)
             elif isinstance(effect, EndGrant):
-                self._ending[effect.grant] = effect.entry
+                self._ending[effect.grant] = effect
             elif isinstance(effect, Connect):
                 self._dialled = self._dialled or effect.address == PRODUCER
                 if self._cut or effect.address != PRODUCER:
@@ -190,6 +197,9 @@ class Wiring:
                 self._unpacks = [u for u in self._unpacks if u.xfer_id != effect.xfer_id]
             elif isinstance(effect, Unpack):
                 self._unpacks.append(effect)
+            elif isinstance(effect, Book):
+                effect.account.end(self.clock.now)
+                self.fetched.append(effect.account)
         self._sweep()
 
     @property
@@ -215,6 +225,8 @@ class Wiring:
         if effect.address != PRODUCER or not self._dialled:
             return
         body = encode(effect.message)
+        if effect.account is not None:
+            effect.account.header_out += len(body)
         if self._cut or not self._connections:
             self._unsent.append(body)
         else:
@@ -227,6 +239,10 @@ class Wiring:
         frame = Frame(effect.peer, encode(effect.message), effect.payload, effect.grant)
         if effect.codec and effect.payload is not None and isinstance(effect.message, XferChunk):
             frame = self._packed(frame, effect.message, effect.payload, effect.codec)
+        if effect.account is not None:
+            effect.account.header_out += len(frame.body)
+            payload = effect.payload.nbytes if effect.payload is not None else 0
+            effect.account.payload_out += payload if frame.packed is None else len(frame.packed)
         self.transport.to_consumer.send(frame)
 
     def _packed(self, frame: Frame, chunk: XferChunk, span: Span, codec: str) -> Frame:
@@ -241,16 +257,21 @@ class Wiring:
         return Frame(frame.peer, encode(chunk), packed=packed.data)
 
     def _at_producer(self, frame: Frame) -> None:
-        message = decode_to_producer(frame.body)
+        message, header, now = decode_to_producer(frame.body), len(frame.body), self.clock.now
         if isinstance(message, XferReq):
-            self._do(self.producer.asked(frame.peer, message, self.clock.now))
+            self._do(self.producer.asked(frame.peer, message, now, header=header))
         elif isinstance(message, XferCredit):
-            self._do(self.producer.credited(frame.peer, message, self.clock.now))
+            self._do(self.producer.credited(frame.peer, message, now, header=header))
+        elif isinstance(message, XferPing):
+            self._do(self.producer.pinged(frame.peer, message))
         else:
-            self._do(self.producer.done(frame.peer, message))
+            self._do(self.producer.done(frame.peer, message, header=header))
 
     def _at_consumer(self, frame: Frame) -> None:
         message = decode_to_consumer(frame.body)
+        if isinstance(message, XferPong):
+            self.pongs.append(message)
+            return
         received: int | memoryview | None = None
         if frame.payload is not None or frame.packed is not None:
             data = frame.packed or b""
@@ -267,9 +288,12 @@ class Wiring:
         now = self.clock.now
         if isinstance(message, XferAck):
             came = received if isinstance(received, int | None) else 0
-            self._do(self.consumer.answered(PRODUCER, message, came, now))
+            effects = self.consumer.answered(PRODUCER, message, came, now, header=len(frame.body))
         else:
-            self._do(self.consumer.arrived(PRODUCER, message, received, now))
+            effects = self.consumer.arrived(
+                PRODUCER, message, received, now, header=len(frame.body)
+            )
+        self._do(effects)
 
     def _unpack(self, job: Unpack) -> None:
         chunk, fault = job.chunk, ""
@@ -308,4 +332,7 @@ class Wiring:
         """Unpin the grants that ended and have nothing on its way any more."""
         leaving = {frame.grant for frame in self.transport.to_consumer.pending}
         for grant in [grant for grant in self._ending if grant not in leaving]:
-            self.producer_pool.unpin(self._ending.pop(grant).generation, grant, self.clock.now)
+            ending = self._ending.pop(grant)
+            self.producer_pool.unpin(ending.entry.generation, grant, self.clock.now)
+            ending.account.end(self.clock.now)
+            self.served.append(ending.account)

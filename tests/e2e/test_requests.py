@@ -20,6 +20,7 @@ from ec_connector.demo.questions import Album
 from ec_connector.demo.readings import encoded_pictures, growth, metrics, settled_metrics
 from ec_connector.demo.servers import Server
 from ec_connector.proxy.rewrite import count_announced, metadata_only
+from tests.e2e.watch import eventually, payload_received
 
 PHOTO, SMALL, LARGE = (640, 480), (224, 224), (2000, 1500)
 
@@ -134,6 +135,27 @@ def test_prefix_cache_hit(
     assert growth(before, after, hits) > 0
     assert again.token_ids == first.token_ids == reference(body).token_ids
     assert encoded_pictures(consumer.url) == encoded
+
+
+def test_the_transfer_is_booked(
+    pair: list[Server],
+    bodies: dict[str, Body],
+    encode: Callable[[Server, Body], Body],
+    decode: Callable[[Server, Body, Body], Answer],
+) -> None:
+    """Both engines' metrics tell of it: how it ended, its bytes, and its time."""
+    decode(pair[1], bodies["photo"], encode(pair[0], bodies["photo"]))
+    for server in pair:
+
+        def booked(server: Server = server) -> bool:
+            # What an agent did is published with a later step of its engine.
+            decode(server, bodies["text"], {})
+            return metrics(server.url).get("vllm:ec_pool_transfers_total", 0) >= 1
+
+        assert eventually(booked, 30.0), server.name
+        assert metrics(server.url)["vllm:ec_pool_transfer_time_seconds_total"] > 0
+    fetched = metrics(pair[1].url)["vllm:ec_pool_fetched_bytes_total"]
+    assert 0 < payload_received(pair[1].url) <= fetched  # what the pool had is fetched, not moved
 
 
 def test_another_question_about_a_known_photo(

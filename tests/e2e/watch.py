@@ -36,6 +36,14 @@ def by_reason(url: str, name: str) -> dict[str, int]:
     return {reason: count for reason, count in counts.items() if count}
 
 
+def payload_received(url: str) -> float:
+    """Payload bytes that an engine's agent received, by its books."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10.0) as answer:
+        text = answer.read().decode()
+    found = re.findall(r'transferred_bytes_total\{[^}]*part="payload_in"[^}]*\} (\S+)', text)
+    return sum(map(float, found))
+
+
 def agents(server: Server) -> list[int]:
     """Process ids of a server's agents."""
     return [pid for pid, words in server.processes().items() if "ec_connector.agent" in words]

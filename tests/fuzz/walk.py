@@ -21,6 +21,7 @@ from ec_connector.protocol.messages import (
     XferChunk,
     XferCredit,
     XferDone,
+    XferPing,
     XferReq,
     XferStatus,
 )
@@ -151,12 +152,15 @@ class Walk:
             ),
             XferCredit(session, key, xfer_id, count),
             XferDone(session, key, xfer_id),
+            XferPing(xfer_id),
         )  # fmt: skip
         machine = self.pair.producer
         if isinstance(message, XferReq):
             self.pair._do(machine.asked(peer, message, now))
         elif isinstance(message, XferCredit):
             self.pair._do(machine.credited(peer, message, now))
+        elif isinstance(message, XferPing):
+            self.pair._do(machine.pinged(peer, message))
         else:
             self.pair._do(machine.done(peer, message))
 

@@ -49,6 +49,7 @@ to_producer = st.one_of(
     ),
     st.builds(messages.XferCredit, text, text, count, count),
     st.builds(messages.XferDone, text, text, count),
+    st.builds(messages.XferPing, count, text),
 )
 to_consumer = st.one_of(
     st.builds(
@@ -73,7 +74,21 @@ to_consumer = st.one_of(
         codec=text,
     ),
     st.builds(messages.XferChunk, text, count, count, count, text, count, count),
+    st.builds(
+        messages.XferPong,
+        seq=count,
+        withheld=st.booleans(),
+        compatibility_hash=text,
+        connector_version=number,
+        fingerprint=st.dictionaries(text, text, max_size=MAX_FACTORS),
+        planes=st.lists(text, max_size=4),
+        codecs=st.lists(text, max_size=4),
+        blocks=count,
+        items=count,
+    ),
 )
+seconds = st.floats(0, 1e6)
+sums = st.dictionaries(text, st.dictionaries(text, seconds, max_size=3), max_size=3)
 reserved = st.builds(local.ReservedItem, text, count, extents, st.booleans(), text)
 to_client = st.one_of(
     st.builds(local.Welcome, text, count, regions, text, count, count),
@@ -81,6 +96,30 @@ to_client = st.one_of(
     st.builds(local.Ready, text, count, extents, count, text, shape, text, text, count),
     st.builds(local.Failed, text, text, text, text, text),
     st.builds(local.Stats, st.dictionaries(text, number | text | st.floats(allow_nan=False))),
+    st.builds(
+        local.State,
+        agent_pid=count,
+        address=text,
+        compatibility_hash=text,
+        factors=st.dictionaries(text, text, max_size=3),
+        planes=st.lists(text, max_size=3),
+        codecs=st.lists(text, max_size=3),
+        values=st.dictionaries(text, number),
+        links=sums,
+        reasons=st.dictionaries(text, st.dictionaries(text, count, max_size=3), max_size=3),
+        peers=st.lists(st.builds(local.PeerSums, text, text, text, text, count), max_size=3),
+        transfers=st.lists(
+            st.builds(
+                local.Transfer,
+                count,
+                *[text] * 7,
+                *[count] * 5,
+                seconds=st.dictionaries(text, seconds, max_size=3),
+                total=seconds,
+            ),
+            max_size=3,
+        ),
+    ),
     st.builds(local.Refused, text),
 )
 reserve = st.builds(local.ReserveItem, text, count, text, shape)
@@ -94,8 +133,10 @@ to_agent = st.one_of(
     st.builds(local.StepDone, count),
     st.builds(local.Fetch, st.lists(fetch, max_size=3)),
     st.builds(local.Release, st.lists(text, max_size=3)),
+    st.builds(local.Loaded, st.lists(text, max_size=3)),
     st.builds(local.DropAll, factors=st.dictionaries(text, text, max_size=3)),
     st.builds(local.AskStats, count),
+    st.builds(local.AskState, count),
 )
 any_message = st.one_of(to_producer, to_consumer, to_agent, to_client)
 

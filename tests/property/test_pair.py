@@ -19,6 +19,7 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ec_connector.errors import PoolError
+from ec_connector.protocol.account import PACKING
 from ec_connector.protocol.connections import PEER_IDLE_SECONDS
 from ec_connector.protocol.local import Ready
 from ec_connector.testing import Pair
@@ -117,6 +118,10 @@ class NetworkWalk(RuleBasedStateMachine):
         self.open.pop((client, key), None)
         self.held.pop((client, key), None)
         self.pair.release(key, client)
+
+    @rule(key=KEYS, client=CLIENTS)
+    def loaded(self, key: str, client: bytes) -> None:
+        self.pair.loaded(key, client)
 
     @rule(client=CLIENTS)
     def client_ends(self, client: bytes) -> None:
@@ -257,6 +262,9 @@ class NetworkWalk(RuleBasedStateMachine):
         assert fetching["fetching"] <= len({key for _, key in self.open})
         assert fetching["waiting_for_room"] <= fetching["fetching"]
         assert fetching["peers"] <= 1
+        for account in (*self.pair.served, *self.pair.fetched):
+            beside = account.seconds.get(PACKING, 0.0)
+            assert abs(sum(account.seconds.values()) - beside - account.total) < 1e-6
         late = [one for one, when in self.open.items() if self.pair.clock.now > when + 1e-6]
         assert not late
 
@@ -279,6 +287,10 @@ class NetworkWalk(RuleBasedStateMachine):
             assert (usage.pinned, usage.saving) == (0, 0)
         assert pair.producer.gauges() == {"grants": 0, "parked_now": 0}
         assert pair.consumer.gauges() == {"fetching": 0, "waiting_for_room": 0, "peers": 0}
+        assert len(pair.served) == pair.producer.counts["grants_made"]
+        accounts = [*pair.served, *pair.fetched]
+        assert len(accounts) == len({id(account) for account in accounts})
+        assert all(account.outcome for account in accounts)
 
 
 NetworkWalk.TestCase.settings = settings(

@@ -41,7 +41,7 @@ def test_help_names_every_verb() -> None:
     """--help lists what there is."""
     result = run("--help")
     assert result.exit_code == 0
-    for verb in ("agent", "config", "demo", "doctor", "proxy"):
+    for verb in ("agent", "config", "demo", "doctor", "ping", "proxy", "top"):
         assert verb in result.stdout
 
 

@@ -249,6 +249,23 @@ def test_the_pin_outlives_the_step_that_loads() -> None:
     assert not table._items
 
 
+def test_what_was_loaded_is_told_when_the_step_returns() -> None:
+    """While its request still holds it, once for each load, and not for loads kept for later."""
+    table = intake()
+    holding(table)
+    claim = table.claims["r"]
+    table.load(claim, "a")
+    table.take_loads(4, [], delivered=False)
+    table.step_returned(4)
+    assert table.loaded == []
+    table.take_loads(5, [], delivered=True)
+    table.step_returned(4)
+    assert table.loaded == []
+    for step in (5, 6):
+        table.step_returned(step)
+        assert (table.loaded, table.releases) == (["a"], [])
+
+
 def test_a_lingering_item_is_taken_up_again() -> None:
     """An item about to be released serves a new request without another fetch."""
     table = intake()

@@ -16,6 +16,7 @@ from ec_connector.errors import WireError
 from ec_connector.protocol import messages
 from ec_connector.protocol.messages import (
     MAX_BODY_BYTES,
+    MAX_CODEC_CHARS,
     MAX_EXTENTS,
     MAX_FACTOR_CHARS,
     MAX_FACTORS,
@@ -28,6 +29,8 @@ from ec_connector.protocol.messages import (
     XferChunk,
     XferCredit,
     XferDone,
+    XferPing,
+    XferPong,
     XferReq,
     XferStatus,
     decode_to_consumer,
@@ -44,6 +47,11 @@ FULL: list[messages.ToProducer | messages.ToConsumer] = [
     ),
     XferCredit("session", "hash", 7, 1 << 20),
     XferDone("session", "hash", 7),
+    XferPing(7, "ticket"),
+    XferPong(
+        7, True, "compat", 2, {"dtype": "bfloat16"}, ["memory", "zmq"], ["zstd"], 65536,
+        16, 3, 2, 4, 1, 5,
+    ),
     XferAck(
         "hash", XferStatus.NACK_INTERNAL, "session", [1, 2], b"agent", b"memory", 7, "memory",
         64, "bfloat16", [4, 8], "message", "factor", "traceback", 9, [(0, 1), (5, 2)], REGION,
@@ -52,7 +60,7 @@ FULL: list[messages.ToProducer | messages.ToConsumer] = [
     XferChunk("session", 7, 1 << 20, 1 << 20, "zstd", 1 << 19, 1 << 31),
 ]  # fmt: skip
 """One of each kind, with no field at its default."""
-TO_PRODUCER = (XferReq, XferCredit, XferDone)
+TO_PRODUCER = (XferReq, XferCredit, XferDone, XferPing)
 
 
 def decode(frame: bytes, like: object) -> object:
@@ -182,6 +190,7 @@ _NOT_COUNT = [None, True, 1.0, "1", b"1", [1], {"a": 1}, 1 << 63, -1]
 _NOT_LIST = [None, True, 1, "text", b"bytes", {"a": 1}]
 WRONG: dict[Any, list[Any]] = {
     str: _NOT_TEXT,
+    bool: [None, 1, 1.0, "true", b"1", [True], {"a": True}],
     int: _NOT_COUNT,
     bytes: [None, True, 1, "text", [1], {"a": 1}],
     XferStatus: [*_NOT_COUNT, 6, "OK"],
@@ -192,7 +201,11 @@ WRONG: dict[Any, list[Any]] = {
     RegionRef | None: [True, 1, "text", [1], {}, {**as_map(REGION), "pid": "1"}],
 }
 """For each type of a field, values that are none."""
-UNCHECKED_NUMBERS = {("XferReq", "connector_version"), ("XferAck", "src_block_indices")}
+UNCHECKED_NUMBERS = {
+    ("XferReq", "connector_version"),
+    ("XferPong", "connector_version"),
+    ("XferAck", "src_block_indices"),
+}
 """Any number is a version, and one that is not ours is answered, not dropped."""
 
 
@@ -223,6 +236,8 @@ REQUIRED = {
     "XferChunk": {"session_id", "xfer_id"},
     "XferCredit": {"session_id", "mm_hash"},
     "XferDone": {"session_id", "mm_hash"},
+    "XferPing": {"seq"},
+    "XferPong": {"seq"},
 }
 
 
@@ -306,7 +321,9 @@ def test_hostile_frames_are_refused(body: bytes) -> None:
 
 # ── limits ───────────────────────────────────────────────────────────────────
 
-REQ, ACK = FULL[0], FULL[3]
+REQ = next(message for message in FULL if isinstance(message, XferReq))
+ACK = next(message for message in FULL if isinstance(message, XferAck))
+PONG = next(message for message in FULL if isinstance(message, XferPong))
 LIMITS: list[tuple[str, Any, str, Callable[[int], Any], int]] = [
     *[
         (f"{kind_of(message)}.{name}", message, name, lambda n: "x" * n, MAX_HASH_CHARS)
@@ -322,10 +339,18 @@ LIMITS: list[tuple[str, Any, str, Callable[[int], Any], int]] = [
     ("shape", ACK, "shape", lambda n: [1] * n, MAX_RANK),
     ("proof", ACK, "proof", lambda n: b"x" * n, PROOF_BYTES),
     ("extents", ACK, "extents", lambda n: [(0, 1)] * n, MAX_EXTENTS),
-    ("planes", REQ, "planes", lambda n: ["zmq"] * n, MAX_FACTORS),
-    ("plane's name", REQ, "planes", lambda n: ["x" * n], MAX_FACTOR_CHARS),
-    ("factor's name", REQ, "fingerprint", lambda n: {"x" * n: "y"}, MAX_FACTOR_CHARS),
-    ("factor's value", REQ, "fingerprint", lambda n: {"x": "y" * n}, MAX_FACTOR_CHARS),
+    *[
+        (f"{kind_of(message)}.{name}", message, field, make, limit)
+        for message in (REQ, PONG)
+        for name, field, make, limit in (
+            ("planes", "planes", lambda n: ["zmq"] * n, MAX_FACTORS),
+            ("plane's name", "planes", lambda n: ["x" * n], MAX_FACTOR_CHARS),
+            ("codecs", "codecs", lambda n: ["zstd"] * n, MAX_FACTORS),
+            ("codec's name", "codecs", lambda n: ["x" * n], MAX_CODEC_CHARS),
+            ("factor's name", "fingerprint", lambda n: {"x" * n: "y"}, MAX_FACTOR_CHARS),
+            ("factor's value", "fingerprint", lambda n: {"x": "y" * n}, MAX_FACTOR_CHARS),
+        )
+    ],
     (
         "token",
         ACK,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ec_connector.engine.tally import COUNTS, GAUGES, REASONED, TIMES, Tally, merge
+from ec_connector.engine.tally import COUNTS, GAUGES, LINKED, REASONED, TIMES, Tally, merge
 
 
 def filled() -> Tally:
@@ -17,7 +17,8 @@ def filled() -> Tally:
     tally.add_reason("fallback_items", "deadline")
     tally.add_reason("fallback_items", "deadline")
     tally.observe("fetch_time", 0.004)
-    tally.gauges["usage_ratio"] = 0.5
+    tally.note_agent({}, {"bytes": {"lan consumer payload_in": 100}})
+    tally.gauges = {"usage_ratio": 0.5}
     return tally
 
 
@@ -29,8 +30,23 @@ def test_a_tally_is_handed_over_once() -> None:
         "reasons": {"fallback_items": {"deadline": 2}},
         "times": {"fetch_time": [0.004]},
         "gauges": {"usage_ratio": 0.5},
+        "links": {"bytes": {"lan consumer payload_in": 100}},
     }
     assert tally.take() is None
+    assert tally.totals == {"fallback_items": {"deadline": 2}}
+
+
+def test_links_are_counted_once() -> None:
+    """An agent says its sums since its start: what was added is counted, a new agent's from 0."""
+    tally = Tally()
+    for said, counted in ((3, 3), (5, 2), (5, None)):
+        tally.note_agent({}, {"transfers": {"lan consumer delivered": said}})
+        tally.gauges = {}
+        taken = tally.take()
+        assert (taken and taken["links"]["transfers"]["lan consumer delivered"]) == counted
+    tally.new_agent()
+    tally.note_agent({}, {"transfers": {"lan consumer delivered": 4}})
+    assert (tally.take() or {})["links"] == {"transfers": {"lan consumer delivered": 4}}
 
 
 def test_only_a_failure_is_something() -> None:
@@ -59,6 +75,7 @@ def test_tallies_add_up() -> None:
     assert both["reasons"] == {"fallback_items": {"deadline": 4}}
     assert both["times"] == {"fetch_time": [0.004, 0.004]}
     assert both["gauges"] == {"usage_ratio": 0.75}
+    assert both["links"] == {"bytes": {"lan consumer payload_in": 200}}
     assert merge({}, one) == one
 
 
@@ -66,7 +83,9 @@ def test_names_say_what_they_count() -> None:
     """Every name ends in its unit, and none is used twice."""
     names = [*COUNTS, *REASONED]
     assert all(name.endswith(("_items", "_bytes", "_requests", "_restarts")) for name in names)
-    everything = [*names, *TIMES, *GAUGES]
+    linked = [name for name, _, _ in LINKED.values()]
+    assert linked == ["transfers", "transferred_bytes", "transfer_time_seconds"]
+    everything = [*names, *TIMES, *GAUGES, *linked]
     assert len(everything) == len(set(everything))
 
 
@@ -114,6 +133,8 @@ def test_prometheus_gets_every_kind(metrics: Any) -> None:
     assert value("vllm:ec_pool_fallback_items_total", reason="deadline") == 4
     assert value("vllm:ec_pool_fetch_time_seconds_count") == 2
     assert value("vllm:ec_pool_usage_ratio") == 0.5
+    where = {"link": "lan", "role": "consumer", "part": "payload_in"}
+    assert value("vllm:ec_pool_transferred_bytes_total", **where) == 200
     zero = registry.get_sample_value(
         "vllm:ec_pool_loaded_items_total", {"model_name": "m", "engine": "0"}
     )

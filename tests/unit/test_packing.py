@@ -204,7 +204,8 @@ def test_unpacked_and_faults(desk: Desk) -> None:
     desk.unpacker.start(unpacking(made.data, made.checksum, 5000))
     desk.unpacker.start(unpacking(made.data, made.checksum + 1, 5000))
     _, rows = desk.get(desk.unpacker.next)
-    assert bytes(rows) == bytes(5000)
+    assert bytes(rows.value) == bytes(5000)
+    assert rows.seconds > 0
     _, fault = desk.get(desk.unpacker.next)
     assert "damaged" in fault
     assert desk.unpacker.next() is None
