@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 import zmq
 
+from ec_connector.agent.ahead import Hints
 from ec_connector.agent.auth import Gate
 from ec_connector.agent.clients import Clients, Handlers
 from ec_connector.agent.kind import Kind
@@ -36,6 +37,7 @@ from ec_connector.errors import WireError
 from ec_connector.pool.blocks import BlockPool, Entry
 from ec_connector.pool.region import Region
 from ec_connector.protocol.addresses import DEFAULT_ALLOW, AllowList
+from ec_connector.protocol.ahead import Ahead
 from ec_connector.protocol.consumer import OWNER as FETCH_OWNER
 from ec_connector.protocol.consumer import ConsumerMachine
 from ec_connector.protocol.effects import (
@@ -52,6 +54,7 @@ from ec_connector.protocol.effects import (
     Tell,
     Unpack,
 )
+from ec_connector.protocol.fetch import AHEAD
 from ec_connector.protocol.ledger import Ledger
 from ec_connector.protocol.local import (
     AskState,
@@ -169,6 +172,7 @@ class Agent:
             tickets=tickets,
             codecs=codecs,
         )
+        self.ahead = Ahead(self.pool, self.consumer, settings.fetch_timeout)
         self.desk = SaveDesk(self.pool)
         self.peers = PeerSockets(
             self._context,
@@ -191,6 +195,12 @@ class Agent:
         self._registration = (
             Registration(settings, options.serves, self.agent_id) if settings.proxy_url else None
         )
+        told = settings.proxy_url and "decode" in options.serves
+        self._hints = (
+            Hints(settings, options.serves, self.agent_id, self._reactor, self._hinted)
+            if told
+            else None
+        )
 
     # ── life ─────────────────────────────────────────────────────────────────
 
@@ -205,6 +215,8 @@ class Agent:
         self._reactor.add(wake_out, lambda: None)  # what it woke for is seen by the loop below
         if self._registration is not None:
             self._registration.start()
+        if self._hints is not None:
+            self._hints.start()
         try:
             while not (self._stopping or self._orphan):
                 self.turn(self._patience())
@@ -236,6 +248,7 @@ class Agent:
         self._do(self.producer.tick(now), now)
         self._do(self.consumer.tick(now), now)
         self.transmitter.sweep(now)
+        self._do(self.ahead.make_way(now), now)
         # Last, when all that this turn frees is free: nothing else may happen for long.
         self._do(self.consumer.room(now), now)
 
@@ -243,6 +256,8 @@ class Agent:
         """Leave the router, close every socket and give the memory back."""
         if self._registration is not None:
             self._registration.close()
+        if self._hints is not None:
+            self._hints.close()
         self._workers.close()
         self.clients.close()
         self.peers.close_all()
@@ -292,6 +307,7 @@ class Agent:
             for key in message.keys:
                 self._do(self.consumer.loaded(client, key), now)
         elif isinstance(message, Reserve):
+            self._do(self.ahead.make_way_for(message, now), now)
             self.clients.tell(client, self.desk.reserve(owner, message, now))
         elif isinstance(message, Saved):
             for key in self.desk.saved(message, now):
@@ -310,6 +326,11 @@ class Agent:
             self.clients.tell(client, Stats(self.stats(), message.seq, self.ledger.links()))
         elif isinstance(message, AskState):
             self.clients.tell(client, self._state(message.after))
+
+    def _hinted(self, lines: list[bytes]) -> None:
+        now = time.monotonic()
+        for line in lines:
+            self._do(self.ahead.hint(line, now), now)
 
     def _reweighed(self, client: bytes, factors: dict[str, str], now: float) -> None:
         dropped = self.pool.drop_all()
@@ -430,7 +451,9 @@ class Agent:
 
     def _do(self, effects: list[Effect], now: float) -> None:
         for effect in effects:
-            if isinstance(effect, Tell):
+            if isinstance(effect, Tell) and effect.client == AHEAD:
+                self._do(self.ahead.told(effect.message, now), now)
+            elif isinstance(effect, Tell):
                 self.clients.tell(effect.client, effect.message)
             elif isinstance(effect, SendToConsumer) and effect.codec:
                 self.packer.start(effect)
@@ -516,8 +539,9 @@ class Agent:
         }
         if self._gate is not None:
             values.update(self._gate.counts())
-        for machine in (self.producer, self.consumer):
+        for machine in (self.producer, self.consumer, self.ahead):
             values.update(machine.gauges())
-        for counts in (self.producer.counts, self.consumer.counts, self.desk.counts):
+        counted = (self.producer, self.consumer, self.desk, self.ahead)
+        for counts in (one.counts for one in counted):
             values.update(counts)
         return values

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from ec_connector.protocol.hint import OUTCOMES
+
 COUNTS: Final[dict[str, str]] = {
     "encoded_items": "Items given to this engine's own encoder.",
     "unannounced_media_items": "Items that came with their media and without an announcement.",
@@ -32,6 +34,7 @@ COUNTS: Final[dict[str, str]] = {
 REASONED: Final[dict[str, str]] = {
     "fallback_items": "Items encoded here because what was announced could not be had.",
     "failed_requests": "Requests failed: an item could not be had and came without its media.",
+    "ahead_items": "Items that a router named before an engine asked, by what became of them.",
     "unsaved_items": "Items encoded here that could not be saved and were not announced.",
 }
 """Counters by reason, and what they mean."""
@@ -77,12 +80,14 @@ class Tally:
     """``reasons`` since the start; a take leaves them."""
     _failed_before: int = 0
     _links_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    _ahead_before: dict[str, int] = field(default_factory=dict)
 
     def new_agent(self) -> None:
         """An agent serves whose own counts begin at zero."""
         self.gauges["agent_up"] = 1
         self._failed_before = 0
         self._links_before = {}
+        self._ahead_before = {}
 
     def note_agent(
         self, values: Mapping[str, Any], links: Mapping[str, Mapping[str, float]] | None = None
@@ -104,15 +109,20 @@ class Tally:
                     more = self.links.setdefault(name, {})
                     more[label] = more.get(label, 0) + number - before.get(label, 0)
         self._links_before = links or {}
+        for outcome in OUTCOMES:
+            number = int(values.get(f"ahead_{outcome}", 0))
+            if more := number - self._ahead_before.get(outcome, 0):
+                self.add_reason("ahead_items", outcome, more)
+            self._ahead_before[outcome] = number
 
     def add(self, name: str, number: int = 1) -> None:
         """Count under one of ``COUNTS``."""
         self.counts[name] += number
 
-    def add_reason(self, name: str, reason: str) -> None:
+    def add_reason(self, name: str, reason: str, number: int = 1) -> None:
         """Count under one of ``REASONED``."""
-        self.reasons.setdefault(name, Counter())[reason] += 1
-        self.totals.setdefault(name, Counter())[reason] += 1
+        self.reasons.setdefault(name, Counter())[reason] += number
+        self.totals.setdefault(name, Counter())[reason] += number
 
     def observe(self, name: str, seconds: float) -> None:
         """Note one of ``TIMES``; what exceeds ``MAX_OBSERVATIONS`` between takes is dropped."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ec_connector.errors import InternalError
+from ec_connector.protocol.addresses import is_host_name
 from ec_connector.protocol.deadlines import Deadlines
 from ec_connector.protocol.effects import Address, Connect, Disconnect, Effect
 from ec_connector.protocol.flow import Flow
@@ -72,6 +73,15 @@ class Connections:
     def full_for(self, address: Address) -> bool:
         """Whether this would be one connection too many."""
         return address not in self._peers and len(self._peers) >= self.max_peers
+
+    def spare_for(self, address: Address) -> bool:
+        """Whether a fetch that nobody asked for may use this connection.
+
+        It may not take the last ones, nor have a name looked up: both could be missed later.
+        """
+        if address in self._peers:
+            return True
+        return 2 * len(self._peers) < self.max_peers and not is_host_name(address.host)
 
     def lane(self, address: Address) -> Address:
         """The connection to this producer that the next fetch should use.

@@ -16,6 +16,7 @@ Rules:
 6. Announcements come from clients, and one that names other content for a key costs nobody
    what is here: that makes way only once the announced producer is connected, so after ticket,
    address and keys were found right.
+7. A fetch that no client asked for (``ahead.py``) ends where a client asks for the key otherwise.
 
 The states of a fetch are the table ``FETCH``.
 """
@@ -72,6 +73,7 @@ from ec_connector.protocol.wanted import (
     in_order,
     may_unpack,
     plane_fault,
+    same_source,
     unservable,
 )
 
@@ -140,6 +142,9 @@ class ConsumerMachine:
     def fetch(self, client: bytes, item: FetchItem, now: float) -> list[Effect]:
         """A client wants an item pinned in the pool."""
         self.counts["fetches"] += 1
+        return [*self._supersede(item), *self._fetch(client, item, now)]
+
+    def _fetch(self, client: bytes, item: FetchItem, now: float) -> list[Effect]:
         waiter = Waiter(now + item.timeout_ms / 1000.0, now)
         entry = self._pool.get(item.key)
         if entry is not None and entry.ready and fits(entry, item):
@@ -181,6 +186,29 @@ class ConsumerMachine:
             fetch.move("other content is here")
             return effects
         return [*effects, *self._replace(item.key, now)]
+
+    def objection(self, item: FetchItem) -> str:
+        """Why this item should not be fetched before a client asks for it; empty: it may be.
+
+        A counted label: ``"here"``, ``"no_room"`` or ``"stranger"``.
+        """
+        if self._pool.get(item.key) is not None or self._fetches.get(item.key) is not None:
+            return "here"
+        if self._waiting_for_room:
+            return "no_room"
+        address = self._peers.lane(Address(item.peer_host, item.peer_port))
+        return "" if self._peers.spare_for(address) else "stranger"
+
+    def waits_for_room(self) -> bool:
+        """Whether a fetch waits for blocks to become free."""
+        return bool(self._waiting_for_room)
+
+    def _supersede(self, item: FetchItem) -> list[Effect]:
+        """End a fetch that no client asked for, where one now asks for something else."""
+        running = self._fetches.get(item.key)
+        if running is None or not running.unasked or same_source(running.item, item):
+            return []
+        return self._fail(item.key, "mismatch", "a client asks for another item", hand_back=True)
 
     def _has_ticket(self, item: FetchItem) -> bool:
         return self._tickets is None or self._tickets.verify(

@@ -16,6 +16,8 @@ from ec_connector.protocol.local import FetchItem
 from ec_connector.states import Table
 
 FIRST_BACKOFF: Final = 0.05
+AHEAD: Final = b"ahead"
+"""The client for which items are fetched that no engine has asked for yet; others have numbers."""
 
 
 class FetchState(enum.Enum):
@@ -99,6 +101,11 @@ class Fetch:
     def move(self, event: str) -> None:
         """Something happened to it. Raises InternalError where that cannot be."""
         self.state = FETCH.after(self.state, event, self.item.key)
+
+    @property
+    def unasked(self) -> bool:
+        """Whether no engine has asked for it yet."""
+        return self.waiters.keys() == {AHEAD}
 
     def start_over(self, window: int, now: float) -> None:
         """The item is asked for from its first byte on, with ``window`` bytes under way."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ec_connector.codecs.choice import NONE
 from ec_connector.pool.blocks import Entry
 from ec_connector.protocol.fetch import Fetch
@@ -22,6 +24,11 @@ def fits(entry: Entry, item: FetchItem) -> bool:
         return True
     have = (entry.nbytes, entry.dtype, tuple(entry.shape))
     return have == (item.nbytes, item.dtype, tuple(item.shape))
+
+
+def same_source(one: FetchItem, other: FetchItem) -> bool:
+    """Whether two wishes are for the same item of the same producer, whatever their time."""
+    return replace(one, timeout_ms=0) == replace(other, timeout_ms=0)
 
 
 def unservable(item: FetchItem) -> tuple[str, str]:

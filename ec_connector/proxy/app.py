@@ -10,6 +10,7 @@
 ``/health``               200: the router lives
 ``/ready``                200 while a decoder is healthy; says which servers are
 ``/instances``            the servers it knows; POST and DELETE: one comes, one leaves
+``/instances/ahead``      what a decoder's agent may fetch ahead, as long as it listens
 ``/metrics``              Prometheus text
 ========================  ==========================================================
 """
@@ -28,6 +29,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ec_connector.proxy.ahead import Ahead, Listening, Streams
 from ec_connector.proxy.budget import Budget, OverloadError
 from ec_connector.proxy.counters import Counters
 from ec_connector.proxy.decoding import Call, Decoders
@@ -49,7 +51,7 @@ ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/mes
 def build_app(options: Options) -> Starlette:
     """The router for these options; it connects to servers only when asked something."""
     router = Router(options)
-    return Starlette(
+    app = Starlette(
         routes=[
             # As instances: Starlette then hands over the bare ASGI call.
             *(Route(path, Flow(router), methods=["POST"]) for path in ANSWERED),
@@ -58,10 +60,13 @@ def build_app(options: Options) -> Starlette:
             Route("/ready", router.ready),
             Route("/instances", router.described),
             Route("/instances", router.register, methods=["POST", "DELETE"]),
+            Route("/instances/ahead", router.listening, methods=["POST"]),
             Route("/metrics", router.metrics),
         ],
         lifespan=router.lifespan,
     )
+    app.state.streams = router.streams
+    return app
 
 
 class Router:
@@ -79,6 +84,9 @@ class Router:
         self.registrar = Registrar(
             self.instances, load_token("--register-token", token) if token else ""
         )
+        self.streams = Streams(self.registrar.knows)
+        self.listening = Listening(self.registrar, self.streams, self.budget)
+        self.ahead = Ahead(self.streams, self.instances, self.counters)
         self.spans = spans_to(options.otlp_traces_endpoint)
         self.upstream: Upstream
         self.encoders: Encoders

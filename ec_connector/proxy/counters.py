@@ -53,6 +53,11 @@ class Counters:
         self.items_replaced = self._counter(
             "items_replaced", "Media items sent to a decoder as metadata only"
         )
+        self.hints = self._counter(
+            "ahead_hints", "Items that a decoder's agent was told to fetch ahead, or not", "outcome"
+        )
+        for outcome in ("told", "dropped"):
+            self.hints.labels(outcome)
         self.disconnects = self._counter(
             "client_disconnects", "Requests cancelled because the client went away"
         )

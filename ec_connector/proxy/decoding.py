@@ -30,12 +30,14 @@ class Version:
     """A request as a decoder may get it.
 
     ``content``: its JSON object, or its bytes where they are the client's. ``encoded``: it says
-    where encodings are. ``replaced``: it has stand-ins for media.
+    where encodings are. ``replaced``: it has stand-ins for media. ``told``: whose agent knows of
+    these encodings; there it goes if it can.
     """
 
     content: Body | bytearray
     encoded: bool = False
     replaced: bool = False
+    told: Target | None = None
 
     def payload(self) -> Payload:
         if isinstance(self.content, dict):
@@ -117,6 +119,7 @@ class Decoders:
             lambda target: self._upstream.relay(
                 target, call.path, call.headers, version.payload(), call.send
             ),
+            version.told,
         )
 
     async def _prefilled(self, call: Call, version: Version, avoid: Instance | None) -> Any:
@@ -130,15 +133,20 @@ class Decoders:
         )
 
     async def _somewhere(
-        self, role: Role, avoid: Instance | None, work: Callable[[Target], Awaitable[R]]
+        self,
+        role: Role,
+        avoid: Instance | None,
+        work: Callable[[Target], Awaitable[R]],
+        first: Target | None = None,
     ) -> R:
-        """Do it at the server that has least; when that one cannot be reached, at one other."""
+        """Do it at ``first`` if that serves, else at the server that has least; when that one
+        cannot be reached, at one other."""
         # When all are out, one of them may still be the one that answers.
         everyone = [target for one in self._instances.of(role) for target in one.targets]
         targets = self._instances.targets(role, but=avoid) or everyone
         if not targets:
             raise UpstreamError("none", f"there is no {role} server")
-        target = least_loaded(targets)
+        target = first if first is not None and first in targets else least_loaded(targets)
         try:
             return await self._at(target, work)
         except UpstreamError as error:

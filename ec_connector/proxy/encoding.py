@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +41,17 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Job:
-    """One request's media. ``options``: the body that requests to encoders are made of."""
+    """One request's media.
+
+    ``options``: the body that requests to encoders are made of. ``announced``: told what each
+    encoder announced, as soon as it has.
+    """
 
     items: Sequence[Item]
     options: Body
     headers: RawHeaders
     request_id: str
+    announced: Callable[[Mapping[str, Any]], None]
 
 
 class Encoders:
@@ -100,6 +105,7 @@ class Encoders:
             try:
                 params = await self._ask(job, target, batch)
                 target.instance.circuit.worked()
+                job.announced(params)
             except UpstreamError as error:
                 failed.append((target, error))
                 others = self._instances.targets(Role.ENCODE, but=target.instance)

@@ -141,9 +141,10 @@ class Flow:
             plain = Version(media.anonymous(body))
             found = media.items(media.CHAT, named)
         options = named if chat else rewrite.encode_options(body)
-        encoded = await self._router.encoders.run(
-            Job(found, options, call.headers, call.request_id)
-        )
+        with self._router.ahead.request() as hints:
+            encoded = await self._router.encoders.run(
+                Job(found, options, call.headers, call.request_id, hints.announced)
+            )
         if not encoded.params:
             return [plain]
         counters.items_announced.inc(rewrite.count_announced(encoded.params))
@@ -158,4 +159,4 @@ class Flow:
             parts = rewrite.replaced(named, placed)
             counters.items_replaced.inc(len(parts))
             sent = rewrite.with_parts(sent, parts)
-        return [Version(sent, encoded=True, replaced=bool(parts)), plain]
+        return [Version(sent, encoded=True, replaced=bool(parts), told=hints.target), plain]

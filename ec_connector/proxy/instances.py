@@ -37,6 +37,15 @@ class Target:
         return self.instance.url if self.rank is None else f"{self.instance.url}#{self.rank}"
 
     @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Counts a request that will be sent there as if it had it already."""
+        self.load += 1
+        try:
+            yield
+        finally:
+            self.load -= 1
+
+    @contextmanager
     def carrying(self, amount: int = 1) -> Iterator[None]:
         """Counts what it has while it has it."""
         self.load += amount

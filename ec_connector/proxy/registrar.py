@@ -94,6 +94,10 @@ class Registrar:
                 logger.info("%s server %s registered", role, words.url)
         return TTL
 
+    def knows(self, words: Words) -> bool:
+        """Whether this engine is registered now."""
+        return words.id in self._until.get(words.url, {})
+
     def leave(self, words: Words) -> None:
         """An engine ends."""
         known = self._until.get(words.url)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import uvicorn
 
 from ec_connector.errors import ConfigError
+from ec_connector.proxy.ahead import Streams
 from ec_connector.proxy.app import build_app
 from ec_connector.proxy.options import Address, Options
 
@@ -57,9 +58,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 def server(options: Options) -> uvicorn.Server:
     """The server around the application, not yet running. Raises ConfigError."""
-    return uvicorn.Server(
+    app = build_app(options)
+    return _Server(
+        app.state.streams,
         uvicorn.Config(
-            build_app(options),
+            app,
             log_config=None,
             access_log=False,
             log_level="warning",
@@ -70,5 +73,17 @@ def server(options: Options) -> uvicorn.Server:
             # Longer than load balancers keep an idle connection: whoever closes first must not
             # be the one that a request is on its way to.
             timeout_keep_alive=75,
-        )
+        ),
     )
+
+
+class _Server(uvicorn.Server):
+    """Ends what would not end by itself, so that its own end does not wait for it."""
+
+    def __init__(self, streams: Streams, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._streams = streams
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._streams.end()
+        await super().shutdown(sockets)

@@ -35,6 +35,9 @@ class FakeRouter:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                if self.path == "/instances/ahead":  # as a router of an earlier version
+                    self.send_error(404)
+                    return
                 words = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 token = self.headers["Authorization"]
                 router.heard.put((self.command, self.path, words, token))
