@@ -110,10 +110,10 @@ class Tally:
                     more[label] = more.get(label, 0) + number - before.get(label, 0)
         self._links_before = links or {}
         for outcome in OUTCOMES:
-            number = int(values.get(f"ahead_{outcome}", 0))
-            if more := number - self._ahead_before.get(outcome, 0):
-                self.add_reason("ahead_items", outcome, more)
-            self._ahead_before[outcome] = number
+            ended = int(values.get(f"ahead_{outcome}", 0))
+            if ended > self._ahead_before.get(outcome, 0):
+                self.add_reason("ahead_items", outcome, ended - self._ahead_before.get(outcome, 0))
+            self._ahead_before[outcome] = ended
 
     def add(self, name: str, number: int = 1) -> None:
         """Count under one of ``COUNTS``."""

@@ -23,7 +23,7 @@ openai = pytest.importorskip("openai", reason="the client that is tested; in the
 
 from ec_connector.demo.chat import Body, ask, chat_body  # noqa: E402
 from ec_connector.demo.questions import Album  # noqa: E402
-from ec_connector.demo.readings import encoded_pictures, metrics  # noqa: E402
+from ec_connector.demo.readings import encoded_pictures, metrics, settled_metrics  # noqa: E402
 from ec_connector.demo.servers import Server, free_ports  # noqa: E402
 from ec_connector.proxy.instances import Instances, Role  # noqa: E402
 from ec_connector.proxy.media import CHAT, identified, items  # noqa: E402
@@ -35,6 +35,10 @@ REGISTERS_SECONDS = 30
 LONG = 600
 """Tokens of an answer that is still being made when its decoder is stopped."""
 PLACED_SECONDS = 60
+TOLD = "vllm:ec_proxy_ahead_hints_total"
+HITS = "vllm:ec_pool_hit_items_total"
+LISTENS_SECONDS = 30
+TRIES = 5
 
 
 @dataclass
@@ -204,6 +208,25 @@ def test_same_picture_goes_to_the_same_encoder(world: World, album: Album) -> No
         world.answer(chat_body([photo], text), stream=False)
     after = sum(encoded_pictures(one.url) for one in (*world.encoders, world.decoder))
     assert after - before == 1
+
+
+def test_rows_are_there_before_they_are_asked_for(world: World, album: Album) -> None:
+    """The decoder's agent fetches what the router names; the engine finds it in its pool.
+
+    An engine that asks while they are on their way is as right, so it has some tries.
+    """
+    deadline = time.monotonic() + LISTENS_SECONDS
+    for _ in range(TRIES):
+        told = metrics(world.router.url)[TOLD]
+        hits = metrics(world.decoder.url).get(HITS, 0.0)
+        body = chat_body([album.photo(224, 224) for _ in range(3)], TEXT)
+        assert world.answer(body, stream=False) == world.reference(body)
+        while metrics(world.router.url)[TOLD] == told:
+            assert time.monotonic() < deadline, "the decoder's agent does not listen"
+            world.answer(chat_body([album.photo(224, 224)], TEXT), stream=False)
+        if settled_metrics(world.decoder.url, wanted=HITS, above=hits).get(HITS, 0.0) > hits:
+            return
+    raise AssertionError("nothing was in the decoder's pool when its engine asked")
 
 
 def test_encoder_killed_in_mid_request(world: World, album: Album, fleet: Any) -> None:

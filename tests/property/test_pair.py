@@ -20,9 +20,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ec_connector.errors import PoolError
 from ec_connector.protocol.account import PACKING
+from ec_connector.protocol.ahead import Ahead
 from ec_connector.protocol.connections import PEER_IDLE_SECONDS
+from ec_connector.protocol.fetch import AHEAD
+from ec_connector.protocol.hint import hint_lines
 from ec_connector.protocol.local import Ready
 from ec_connector.testing import Pair
+from ec_connector.testing.wiring import PRODUCER
 
 HAVE_ZSTD = importlib.util.find_spec("zstandard") is not None
 BLOCKS, BLOCK = 12, 1024
@@ -57,6 +61,7 @@ class NetworkWalk(RuleBasedStateMachine):
         self.open: dict[tuple[bytes, str], float] = {}
         self.held: dict[tuple[bytes, str], Ready] = {}
         self.own: dict[str, list[int]] = {key: [] for key in SIZES}
+        self.ahead = Ahead(self.pair.consumer_pool, self.pair.consumer, TIMEOUT)
         self.seen = 0
         self.version = 0
 
@@ -100,6 +105,16 @@ class NetworkWalk(RuleBasedStateMachine):
             return
         self.open[client, key] = self.pair.clock.now + TIMEOUT
         self.pair.fetch(key, SIZES[key], client, timeout=TIMEOUT)
+        self.read_answers()
+
+    @rule(key=KEYS, lie=st.integers(0, 3))
+    def hint(self, key: str, lie: int) -> None:
+        """A router names an item, now and then of another size than it has."""
+        nbytes = SIZES[key] + (lie == 0)
+        where = {"peer_host": PRODUCER.host, "peer_port": PRODUCER.port, "dtype": "uint8"}
+        entry = {**where, "size_bytes": nbytes, "shape": [nbytes]}
+        (line,) = hint_lines({key: entry})
+        self.pair._do(self.ahead.hint(line, self.pair.clock.now))
         self.read_answers()
 
     @rule(key=KEYS, client=CLIENTS, before=st.booleans())
@@ -240,6 +255,10 @@ class NetworkWalk(RuleBasedStateMachine):
         self.seen = len(self.pair.answers)
         for client, message in answers:
             key = message.key
+            if client == AHEAD:
+                self.pair._do(self.ahead.told(message, self.pair.clock.now))
+                event(f"ahead: {type(message).__name__}")
+                continue
             assert (client, key) in self.open, f"{message} was not asked for"
             del self.open[client, key]
             if isinstance(message, Ready):
@@ -253,13 +272,15 @@ class NetworkWalk(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         self.read_answers()
+        self.pair._do(self.ahead.make_way(self.pair.clock.now))
         self.pair.validate()
         for (_, key), ready in self.held.items():
             assert self.pair.bytes_of(ready) in self.saved[key]
         parked, fetching = self.pair.producer.gauges(), self.pair.consumer.gauges()
         assert parked["parked_now"] <= MAX_PARKED
         assert parked["grants"] <= len(SIZES)
-        assert fetching["fetching"] <= len({key for _, key in self.open})
+        ahead = self.ahead.gauges()["fetching_ahead"]
+        assert fetching["fetching"] <= len({key for _, key in self.open}) + ahead
         assert fetching["waiting_for_room"] <= fetching["fetching"]
         assert fetching["peers"] <= 1
         for account in (*self.pair.served, *self.pair.fetched):
@@ -281,6 +302,8 @@ class NetworkWalk(RuleBasedStateMachine):
         for client, key in sorted(self.held.keys() | self.open.keys()):
             pair.release(key, client)
         pair.advance(3 * PEER_IDLE_SECONDS)
+        self.read_answers()
+        assert self.ahead.gauges() == {"fetching_ahead": 0}
         pair.validate()
         for pool in (pair.producer_pool, pair.consumer_pool):
             usage = pool.usage()
