@@ -52,7 +52,7 @@ from ec_connector.protocol.effects import (
     Tell,
     Unpack,
 )
-from ec_connector.protocol.fetch import MOVING, Fetch, FetchState, Waiter
+from ec_connector.protocol.fetch import AHEAD, MOVING, Fetch, FetchState, Waiter
 from ec_connector.protocol.fetches import Fetches
 from ec_connector.protocol.fingerprint import Identity
 from ec_connector.protocol.local import Failed, FetchItem, Ready
@@ -607,7 +607,9 @@ class ConsumerMachine:
         if plane != "pool":
             fetch.account.nbytes = entry.nbytes
             fetch.account.turn(LOADING, now)
-            self._delivered.charge(fetch.account, list(fetch.waiters))
+            # Who fetches ahead loads nothing: where an engine waits too, that one's load counts.
+            loading = [client for client in fetch.waiters if client != AHEAD]
+            self._delivered.charge(fetch.account, loading or [AHEAD])
         ready: list[Effect] = [
             self._ready(client, entry, waiter, now, plane, peer)
             for client, waiter in fetch.waiters.items()
