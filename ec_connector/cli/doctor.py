@@ -1,56 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this host and this Python can run the connector, check by check.
-
-Each check does what the connector will do: it maps a region from another
-process, binds the port, watches a process. vLLM itself is not imported.
-"""
+"""Whether this host and this Python can run the connector, check by check."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import resource
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-from ec_connector.agent.__main__ import FILES_PER_PEER, least_files
-from ec_connector.agent.channel import connect
-from ec_connector.agent.listen import exposure
-from ec_connector.cli.vllm_probe import MISSING_HOOKS_ADVICE, find_vllm
-from ec_connector.codecs.choice import NONE, lacking, usable_codecs
-from ec_connector.config import WILDCARD_HOSTS, Settings
-from ec_connector.curve import CLIENT, AllowedKeys, load_keys
-from ec_connector.errors import ConfigError, RegionError
-from ec_connector.plugin import DISABLE_VARIABLE
-from ec_connector.pool.memory import memory_room
-from ec_connector.pool.region import Region
-from ec_connector.ticket_file import load_tickets
-from ec_connector.units import format_size
+from ec_connector.cli import checks
+from ec_connector.cli.checks import GOOD, NOTE, PROBLEM, Outcome
+from ec_connector.config import Settings
 
-GOOD, NOTE, PROBLEM = "good", "note", "problem"
-_PAGE = 4096
-_CHILD_SECONDS = 30.0
-_MAP_FROM_CHILD = """\
-import sys
-import msgspec
-from ec_connector.errors import RegionError
-from ec_connector.pool.region import Region
-from ec_connector.protocol.messages import RegionRef
-try:
-    ref = msgspec.json.decode(sys.stdin.buffer.read(), type=RegionRef)
-    region = Region.open(ref, writable=True)
-except RegionError as error:
-    sys.exit(str(error))
-region.set_generation(0, 7)
-region.close()
-"""
+__all__ = ["CHECKS", "GOOD", "NOTE", "PROBLEM", "Finding", "examine"]
+
+CHECKS: tuple[tuple[str, Callable[[Settings], Outcome]], ...] = (
+    ("python", checks.python),
+    ("libraries", checks.libraries),
+    ("vllm", checks.vllm),
+    ("plugin", checks.plugin),
+    ("process watching", checks.process_watching),
+    ("shared memory", checks.shared_memory),
+    ("open files", checks.open_files),
+    ("pool size", checks.pool_size),
+    ("address", checks.address),
+    ("who may connect", checks.access),
+    ("codecs", checks.codecs),
+)
+"""Every check, in the order in which a start would meet them."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -62,206 +38,5 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Run every check, in the order in which a start would meet them."""
-    checks: list[tuple[str, Callable[[Settings], tuple[str, str]]]] = [
-        ("python", _python),
-        ("libraries", _libraries),
-        ("vllm", _vllm),
-        ("plugin", _plugin),
-        ("process watching", _process_watching),
-        ("shared memory", _shared_memory),
-        ("open files", _open_files),
-        ("pool size", _pool_size),
-        ("address", _address),
-        ("who may connect", _access),
-        ("codecs", _codecs),
-    ]
-    return [Finding(name, *check(settings)) for name, check in checks]
-
-
-def _python(_: Settings) -> tuple[str, str]:
-    text = f"{platform.python_implementation()} {platform.python_version()} on {sys.platform}"
-    if sys.platform != "linux":
-        return PROBLEM, f"{text}; the agent needs Linux (memfd, /proc, pidfd)"
-    return GOOD, text
-
-
-def _libraries(_: Settings) -> tuple[str, str]:
-    found = [f"{name} {importlib.metadata.version(name)}" for name in ("pyzmq", "msgspec", "numpy")]
-    return GOOD, ", ".join(found)
-
-
-def _vllm(_: Settings) -> tuple[str, str]:
-    vllm = find_vllm()
-    if vllm is None:
-        return NOTE, "not installed here: only Producer, Consumer and the agent can be used"
-    if vllm.missing_hooks:
-        missing = ", ".join(vllm.missing_hooks)
-        return PROBLEM, f"vLLM {vllm.version} lacks {missing}; {MISSING_HOOKS_ADVICE}"
-    return GOOD, f"vLLM {vllm.version} has every hook that the connector relies on"
-
-
-def _plugin(_: Settings) -> tuple[str, str]:
-    entries = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if "ec_connector" not in entries.names:
-        return PROBLEM, (
-            "vLLM will not find the connector by name: the package is not installed in this "
-            "Python; pip install ec-connector"
-        )
-    if os.environ.get(DISABLE_VARIABLE) == "1":
-        return NOTE, f"switched off by {DISABLE_VARIABLE}=1"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "ec_connector" not in allowed.split(","):
-        return NOTE, (
-            f"VLLM_PLUGINS={allowed!r} leaves it out: add ec_connector there, or set "
-            f'"ec_connector_module_path": "ec_connector"'
-        )
-    return GOOD, "visible to vLLM as ec_connector"
-
-
-def _process_watching(_: Settings) -> tuple[str, str]:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        return (
-            PROBLEM,
-            f"no pidfd ({error}), so an agent could outlive its engine; Linux 5.3 has it",
-        )
-    return GOOD, "pidfd works: an agent ends with its engine"
-
-
-def _shared_memory(_: Settings) -> tuple[str, str]:
-    """Map a region from a second process, as engine, agent and workers do."""
-    try:
-        region = Region.create(_PAGE, _PAGE)
-    except RegionError as error:
-        return PROBLEM, str(error)
-    try:
-        child = subprocess.run(
-            [sys.executable, "-c", _MAP_FROM_CHILD],
-            input=msgspec.json.encode(region.ref),
-            capture_output=True,
-            timeout=_CHILD_SECONDS,
-            check=False,
-        )
-        seen = region.generation(0)
-    except subprocess.TimeoutExpired:
-        return PROBLEM, f"a second process did not map the region within {_CHILD_SECONDS:.0f} s"
-    finally:
-        region.close()
-    if child.returncode:
-        lines = child.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return PROBLEM, f"a second process cannot map the region: {lines[-1]}"
-    if seen != 7:
-        return PROBLEM, "what a second process writes to the region is not seen here"
-    return GOOD, "a region can be mapped and written from a second process"
-
-
-def _open_files(settings: Settings) -> tuple[str, str]:
-    if settings.agent:
-        return NOTE, "the running agent has its own limit"
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least = least_files(settings)
-    wanted = least + FILES_PER_PEER * settings.max_peers
-    if most < least:
-        return PROBLEM, f"only {most} may be open, an agent needs {least}; raise ulimit -n"
-    if most < wanted:
-        return NOTE, (
-            f"{most} may be open: enough for some {(most - least) // FILES_PER_PEER} peers, "
-            f"not for max_peers={settings.max_peers}; raise ulimit -n to {wanted}"
-        )
-    return GOOD, f"{most} may be open, {wanted} are enough for max_peers={settings.max_peers}"
-
-
-def _pool_size(settings: Settings) -> tuple[str, str]:
-    wanted = format_size(settings.pool_size)
-    if settings.agent:
-        return NOTE, "the running agent has its own"
-    room = memory_room()
-    if room is None:
-        return NOTE, f"pool_size={wanted}; this system does not tell how much memory is free"
-    free = f"{room.nbytes / 2**30:.1f}GiB ({room.source})"
-    if room.nbytes < settings.pool_size:
-        return PROBLEM, f"pool_size={wanted} but only {free} can be had; make it smaller"
-    return GOOD, f"pool_size={wanted} of {free}"
-
-
-def _address(settings: Settings) -> tuple[str, str]:
-    """Bind what the agent would bind, or meet the one that runs."""
-    if settings.agent:
-        try:
-            connect(settings.agent).close()
-        except OSError as error:
-            return PROBLEM, (
-                f"no agent answers at agent={settings.agent!r:.120}: {error}; give the endpoint "
-                "that a running 'ec-connector agent' printed"
-            )
-        return GOOD, f"an agent answers at {settings.agent}"
-    host = settings.bind_host or "127.0.0.1"
-    where = f"{host} port {settings.port or '(any)'}"
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            None if host in WILDCARD_HOSTS else host,
-            settings.port,
-            family=socket.AF_INET if host in ("*", "0.0.0.0") else 0,  # noqa: S104 - the operator's
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )[0]
-        with socket.socket(family, kind, number) as probe:
-            # As ZMQ binds: connections of an earlier process that linger do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return PROBLEM, f"cannot listen on {where}: {error}; change bind_host or port"
-    return GOOD, f"can listen on {where}"
-
-
-def _codecs(settings: Settings) -> tuple[str, str]:
-    if settings.agent:
-        return NOTE, "the running agent has its own"
-    try:
-        usable = usable_codecs(settings.codecs)
-    except ConfigError as error:
-        return PROBLEM, str(error)
-    remedies = [f"without {name}: {remedy}" for name, remedy in lacking(settings.codecs).items()]
-    if remedies:
-        return NOTE, f"{', '.join(usable)}; {'; '.join(remedies)}"
-    if usable == (NONE,):
-        return GOOD, "rows travel as they are"
-    return GOOD, f"{', '.join(usable)}, with peers that have them too"
-
-
-def _access(settings: Settings) -> tuple[str, str]:
-    """Read the keys as the agent will, or say what their lack means."""
-    if settings.agent:
-        return NOTE, "the running agent decides"
-    if warning := exposure(settings):
-        return PROBLEM, warning
-    if not settings.curve_keys:
-        return _access_by_ticket(settings)
-    directory = Path(settings.curve_keys)
-    try:
-        load_tickets(settings.ticket_key)
-        keys = load_keys(directory)
-        parts = []
-        if keys.server is not None:
-            listed = Path(settings.curve_allow or directory / f"{CLIENT}.key")
-            allowed = AllowedKeys(listed, time.monotonic())
-            if lack := allowed.lack():
-                return PROBLEM, lack
-            parts.append(f"serves {len(allowed)} client keys")
-        if keys.client is not None:
-            parts.append("may fetch")
-    except ConfigError as error:
-        return PROBLEM, str(error)
-    return GOOD, f"encrypted; this agent {' and '.join(parts)}"
-
-
-def _access_by_ticket(settings: Settings) -> tuple[str, str]:
-    try:
-        tickets = load_tickets(settings.ticket_key)
-    except ConfigError as error:
-        return PROBLEM, str(error)
-    if tickets is None:
-        return GOOD, "peers on this host only; no keys needed"
-    return NOTE, "only what has a ticket is served; nothing is encrypted without curve_keys"
+    """Run every check."""
+    return [Finding(name, *check(settings)) for name, check in CHECKS]

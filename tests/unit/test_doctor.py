@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ec_connector.agent.process import AgentProcess
-from ec_connector.cli import doctor
+from ec_connector.cli import checks, doctor
 from ec_connector.cli.vllm_probe import NEEDED_HOOKS, find_vllm, probe
 from ec_connector.config import AgentOptions, Settings
 from ec_connector.curve import make_keys
@@ -36,18 +36,18 @@ def test_this_host_is_good() -> None:
 
 def test_pool_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool larger than what can be had is a problem that names both figures."""
-    monkeypatch.setattr(doctor, "memory_room", lambda: Room(1 << 30, "this host", "free"))
+    monkeypatch.setattr(checks, "memory_room", lambda: Room(1 << 30, "this host", "free"))
     bad = finding("pool size", pool_size="2GiB")
     assert bad.status == doctor.PROBLEM
     assert "2GiB" in bad.text
     assert "1.0GiB (this host)" in bad.text
-    monkeypatch.setattr(doctor, "memory_room", lambda: None)
+    monkeypatch.setattr(checks, "memory_room", lambda: None)
     assert finding("pool size", pool_size="2GiB").status == doctor.NOTE
 
 
 def test_pool_of_a_running_agent_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a running agent the pool is made already."""
-    monkeypatch.setattr(doctor, "memory_room", lambda: Room(1, "this host", "free"))
+    monkeypatch.setattr(checks, "memory_room", lambda: Room(1, "this host", "free"))
     assert finding("pool size", agent="ipc://@ec").status == doctor.NOTE
 
 
@@ -91,15 +91,15 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RegionError("no memory file can be made")
 
     with monkeypatch.context() as patch:
-        patch.setattr(doctor.Region, "create", refuse)
+        patch.setattr(checks.Region, "create", refuse)
         bad = finding("shared memory")
     assert bad.status == doctor.PROBLEM
     assert bad.text == "no memory file can be made"
-    monkeypatch.setattr(doctor, "_MAP_FROM_CHILD", "import sys; sys.exit('not permitted')")
+    monkeypatch.setattr(checks, "_MAP_FROM_CHILD", "import sys; sys.exit('not permitted')")
     bad = finding("shared memory")
     assert bad.status == doctor.PROBLEM
     assert "not permitted" in bad.text
-    monkeypatch.setattr(doctor, "_MAP_FROM_CHILD", "")
+    monkeypatch.setattr(checks, "_MAP_FROM_CHILD", "")
     assert "not seen here" in finding("shared memory").text
 
 
@@ -176,7 +176,7 @@ def test_codecs_without_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit that no agent starts with is a problem, one below max_peers is worth knowing."""
     for limit, status in ((16, doctor.PROBLEM), (1024, doctor.NOTE), (4096, doctor.GOOD)):
-        monkeypatch.setattr(doctor.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        monkeypatch.setattr(checks.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
         found = finding("open files")
         assert found.status == status, limit
         assert str(limit) in found.text
