@@ -17,12 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from importlib.util import find_spec
 
+    from ec_connector.demo.options import parse_options
+
+    options = parse_options(argv)
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         extras = ",".join(sorted({_NEEDS[name] for name in missing}))
         print(f"the demo needs {', '.join(missing)}: pip install 'ec-connector[{extras}]'",
               file=sys.stderr)  # fmt: skip
         return 1
-    from ec_connector.demo.app import main as run
+    from ec_connector.demo.app import run
 
-    return run(argv)
+    return run(options)

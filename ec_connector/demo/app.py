@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from PIL import Image, UnidentifiedImageError
 from rich.console import Console
 
 from ec_connector.demo import report
-from ec_connector.demo.chat import MIME_TYPES, Answer
+from ec_connector.demo.chat import Answer
 from ec_connector.demo.crew import CONSUMER, PRODUCER, Crew, pair_of, shared_folder, warm
 from ec_connector.demo.measure import (
     Outcome,
@@ -57,9 +56,8 @@ class Result:
     seconds: float = 0.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo; returns 0 when every answer was right, 1 when anything was off."""
-    options = _options(argv)
     console = report.console(to_stderr=options.json)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
@@ -222,41 +220,6 @@ def _plain(result: Result) -> dict[str, Any]:
             for title, outcomes in result.outcomes.items()
         },
     }
-
-
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="ec-connector demo",
-        description="Run a real producer/consumer pair on tiny models, beside an ordinary vLLM.",
-    )
-    parser.add_argument("--image", metavar="FILE", type=_picture, action="append", default=[],
-        help="ask about this JPEG or PNG too (may be repeated)")  # fmt: skip
-    parser.add_argument("--json", action="store_true",
-        help="print the result as JSON; everything else goes to standard error")  # fmt: skip
-    parser.add_argument("--keep", metavar="DIR", type=_new_folder,
-        help="work in this new folder and leave logs and models there")  # fmt: skip
-    return parser.parse_args(argv)
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() not in MIME_TYPES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not named like a JPEG or PNG file")
-    try:
-        with Image.open(path) as picture:
-            picture.verify()
-    except (OSError, UnidentifiedImageError, SyntaxError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a picture: {error}") from error
-    return path
-
-
-def _new_folder(text: str) -> Path:
-    path = Path(text).absolute()
-    try:
-        path.mkdir(parents=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot make the folder {text!r}: {error}") from error
-    return path
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -45,6 +45,52 @@ def test_help_names_every_verb() -> None:
         assert verb in result.stdout
 
 
+VERBS = ("agent", "bench", "bench compare", "config", "demo", "doctor", "encode-server", "keygen",
+         "ping", "proxy", "top")  # fmt: skip
+WITHOUT_EXTRAS = """
+import sys
+for name in (
+    "vllm", "torch", "PIL", "aiohttp", "starlette", "uvicorn", "onnxruntime", "transformers",
+    "matplotlib", "nixl",
+):
+    sys.modules[name] = None
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_needs_no_extra(verb: str) -> None:
+    """How to use a verb can be read before anything but the command is installed."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS + COMMAND, *verb.split(), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert verb in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (("demo",), "vllm"),
+        (("proxy", "--encode", "http://e:1", "--decode", "http://d:1"), "proxy"),
+        (("encode-server", "--graph", __file__, "--processor", "."), "encode-server"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: tuple[str, ...], extra: str) -> None:
+    """A sentence with what to install, and status 1."""
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS + COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert f"ec-connector[{extra}]" in result.stderr.replace("proxy,vllm", "vllm")
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [("nonsense",), ("config", "--nonsense"), ()])
 def test_bad_usage(arguments: tuple[str, ...]) -> None:
     """An unknown verb or option, or none at all, is status 2."""
