@@ -148,11 +148,18 @@ def make_llava(folder: Path, *, seed: int = 0, image_size: int = 224) -> Path:
     return _write(folder, files, tokenizer, _LLAVA_SPECIALS, _LLAVA_TEMPLATE, draw)
 
 
-def make_qwen2_vl(folder: Path, *, seed: int = 0, max_image_pixels: int = 1024 * 28 * 28) -> Path:
+def make_qwen2_vl(
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_image_pixels: int = 1024 * 28 * 28,
+    vision_layers: int = 2,
+) -> Path:
     """Write a tiny Qwen2-VL into ``folder`` (made if absent) and return it.
 
     Its encoder outputs can be announced as metadata alone, so a consumer can be
     asked without the picture. ``max_image_pixels``: larger pictures are reduced.
+    ``vision_layers``: more make the encoder cost more, as a larger model's does.
     """
     vocab = vocabulary(_QWEN_SPECIALS)
     text = {
@@ -168,7 +175,7 @@ def make_qwen2_vl(folder: Path, *, seed: int = 0, max_image_pixels: int = 1024 *
         },
     }
     vision = {
-        "depth": 2,
+        "depth": vision_layers,
         "embed_dim": VISION_WIDTH,
         "hidden_size": WIDTH,
         "hidden_act": "quick_gelu",

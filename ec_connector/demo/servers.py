@@ -43,10 +43,17 @@ class Server:
     """One server process and its log."""
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes], port: int, log: Path, mark: str
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        host: str,
+        port: int,
+        log: Path,
+        mark: str,
     ) -> None:
         self.name = name
         self.process = process
+        self.host = host
         self.port = port
         self.log = log
         self.mark = mark
@@ -56,7 +63,7 @@ class Server:
     @property
     def url(self) -> str:
         """Base URL, without a slash at the end."""
-        return f"http://{LOOPBACK}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -131,9 +138,10 @@ class Servers:
         command: Sequence[str],
         *,
         port: int,
+        host: str = LOOPBACK,
         env: Mapping[str, str] | None = None,
     ) -> Server:
-        """Start a command that will serve HTTP on ``port`` of the loopback address."""
+        """Start a command that will serve HTTP on ``port`` of ``host``."""
         self._scratch.mkdir(exist_ok=True)
         self._started += 1
         log = self.folder / f"{self._started:02d}-{name.replace(' ', '-')}.log"
@@ -148,7 +156,7 @@ class Servers:
                 env=full,
                 start_new_session=True,
             )
-        server = Server(name, process, port, log, mark)
+        server = Server(name, process, host, port, log, mark)
         self.running.append(server)
         return server
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ec_connector.proxy.rewrite import MODALITY_OF, Body, media_parts, with_parts
@@ -25,13 +26,19 @@ class Item:
     """One media part.
 
     ``place`` is its message's index and its own there. ``part`` is what an encoder gets: a part
-    of a chat request. Two items of one request with the same ``key`` have the same content.
+    of a chat request.
     """
 
     place: tuple[int, int]
     modality: str
     part: Body
-    key: str
+
+    @cached_property
+    def key(self) -> str:
+        """Two items of one request with the same one have the same content."""
+        # Made when first asked for: a chat request's items are found once before they have
+        # their identifiers, and would be digested then for nothing.
+        return _key(self.part, self.modality)
 
 
 def identified(body: Body, tenant: str = "") -> Body:
@@ -56,7 +63,7 @@ def items(path: str, body: Body) -> list[Item]:
         found = ((place, body["messages"][place[0]]["content"][place[1]], modality)
                  for *place, modality in media_parts(body))  # fmt: skip
         return [
-            Item((place[0], place[1]), modality, part, _key(part, modality))
+            Item((place[0], place[1]), modality, part)
             for place, part, modality in found
             if _media(part)
         ]
@@ -108,7 +115,7 @@ def _parts(messages: Any) -> Iterator[tuple[tuple[int, int], Body]]:
 
 def _image(place: tuple[int, int], url: Any) -> Item:
     part = {"type": "image_url", "image_url": {"url": url}}
-    return Item(place, "image", part, _key(part, "image"))
+    return Item(place, "image", part)
 
 
 def _source_url(source: Any) -> str:
