@@ -52,7 +52,7 @@ e2e: env ## the tests that start vLLM engines (minutes)
 	$(BIN)/python -m pytest -q -m e2e $(ARGS)
 
 FUZZ_SECONDS ?= 600
-fuzz: .venv/.fuzz-tools ## fuzz decoders and state machines (ten minutes each of eight; FUZZ_SECONDS=60)
+fuzz: .venv/.fuzz-tools ## fuzz decoders and state machines (ten minutes each of nine; FUZZ_SECONDS=60)
 	$(BIN)/python -m tests.fuzz $(FUZZ_SECONDS) $(ARGS)
 
 audit: .venv/.audit-tools ## known vulnerabilities of what the package depends on (asks pypi.org)

@@ -13,8 +13,9 @@ import msgspec
 
 from ec_connector.codecs.work import unpack
 from ec_connector.engine.announced import BadAnnouncement, read_source
-from ec_connector.errors import CodecError, ConfigError, WireError
+from ec_connector.errors import CodecError, ConfigError, MismatchError, WireError
 from ec_connector.protocol import local, messages
+from ec_connector.protocol.hint import read_hint
 from ec_connector.protocol.tickets import Tickets
 from tests.fuzz.walk import walk
 
@@ -79,12 +80,20 @@ def unpacked(data: bytes) -> None:
         assert rows.nbytes == nbytes
 
 
+def hint(data: bytes) -> None:
+    """A line of a router, and the item that it names."""
+    with contextlib.suppress(MismatchError):
+        item = read_hint(data, 1.0)
+        local.decode_to_agent(local.encode_local(local.Fetch([item])))
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "to_producer": _decoder(messages.decode_to_producer),
     "to_consumer": _decoder(messages.decode_to_consumer),
     "to_agent": _decoder(local.decode_to_agent),
     "to_client": _decoder(local.decode_to_client),
     "announced": announced,
+    "hint": hint,
     "tickets": tickets,
     "unpacked": unpacked,
     "walk": walk,
