@@ -11,7 +11,8 @@ and within a set all ways by turns:
 1. the pair on this host, beside one vLLM, each engine on one core;
 2. the decoder behind a link of 1 Gbit/s (a network namespace and the tbf queue: needs root and
    iproute2, and is left out without), beside one vLLM that has all cores;
-3. two encoders at work on one request.
+3. two encoders at work on one request, without and with hints (the decoder registers at one of
+   two routers, which tells its agent at once what an encoder has announced).
 
 Before each request the engines rest: a worker of vLLM spins for a second after its last step,
 and would take time from the next one's. Needs vLLM and the extras of the demo.
@@ -62,9 +63,11 @@ REST = 1.3
 VISION_LAYERS = 6
 
 ONE, ROUTER, BOTH, HAND = "one vLLM", "router", "router, pictures to both", "pair without router"
+HINTS = "router, decoder told ahead"
 HERE, FAR, TWO = "same host", "1 Gbit/s", "two encoders"
 
 _FETCH = "vllm:ec_pool_fetch_time_seconds"
+_TOLD = "vllm:ec_proxy_ahead_hints_total"
 
 NAMESPACE, CABLE = "ec-bench-far", "ec-bench0"
 NEAR_ADDRESS, FAR_ADDRESS, NETWORK = "10.99.1.1", "10.99.1.2", "10.99.1.0/24"
@@ -231,10 +234,16 @@ class Engines:
         self.crew = Crew(servers, console)
 
     def start(
-        self, name: str, cores: str, ec: Mapping[str, Any] | None = None, *, far: bool = False
+        self,
+        name: str,
+        cores: str,
+        ec: Mapping[str, Any] | None = None,
+        *,
+        far: bool = False,
+        port: int = 0,
     ) -> Server:
         """An engine on these cores (``"0"``, ``"0-1"``), ``far``: behind the link."""
-        (port,) = free_ports(1)
+        port = port or free_ports(1)[0]
         host = ["--host", FAR_ADDRESS] if far else []
         command = vllm_command(self._model, port, *COUNTING_OPTIONS, *host, ec=ec)
         env = {**vllm_env(0), **COUNTING_ENV, "VLLM_CPU_OMP_THREADS_BIND": cores}
@@ -278,60 +287,107 @@ def link() -> Iterator[None]:
         subprocess.run(["ip", "netns", "del", NAMESPACE], capture_output=True, check=False)
 
 
-def measure(model: Path, folder: Path, console: Console, rounds: int) -> Found:
-    """All sets."""
-    found = Found(facts(), [], {}, [])
-    pictures = Pictures(folder)
+class Sets:
+    """The three sets of engines, one after the other.
 
-    def settings(ec: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-        return {**ec, "ec_connector_extra_config": extra}
+    Args:
+        engines: starts them.
+        pictures: what they are asked about.
+        rounds: that count.
+        found: gets the lines.
+        tell: hears how far it is.
+    """
 
-    def run(where: str, ways: Mapping[str, Way], decoder: Server) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        pictures: Pictures,
+        rounds: int,
+        found: Found,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._engines, self._crew = engines, engines.crew
+        self._pictures, self._rounds, self._found, self._tell = pictures, rounds, found, tell
+        cores = sorted(os.sched_getaffinity(0))
+        self._first, self._last = str(cores[0]), str(cores[-1])
+        self._every = f"{cores[0]}-{cores[-1]}"
+
+    def here(self) -> None:
+        """On this host, each engine on one core."""
+        one = self._engines.start(ONE, self._first)
+        encoder = self._engines.start("encoder", self._first, PRODUCER)
+        decoder = self._engines.start("decoder", self._last, CONSUMER)
+        router = self._crew.router(encoder, decoder)
+        both = self._crew.router(encoder, decoder, "--no-metadata-only")
+        self._crew.wait(one, encoder, decoder, router, both)
+        ways = {ONE: direct(one), ROUTER: direct(router), BOTH: direct(both)}
+        self._run(HERE, {**ways, HAND: by_hand(encoder, decoder)}, decoder)
+        self._crew.stop(one, encoder, decoder, router, both)
+
+    def far(self) -> None:
+        """The decoder behind a link."""
+        if why := no_link():
+            self._found.notes.append(f"no link of 1 Gbit/s: {why}")
+            return
+        with link():
+            one = self._engines.start(ONE, self._every)
+            near = _settings(PRODUCER, bind_host=NEAR_ADDRESS)
+            encoder = self._engines.start("encoder", self._first, near)
+            away = _settings(CONSUMER, allow_peers=[NETWORK], planes=["zmq"])
+            decoder = self._engines.start("decoder", self._last, away, far=True)
+            router = self._crew.router(encoder, decoder)
+            self._crew.wait(one, encoder, decoder, router)
+            ways = {f"{ONE}, all cores": direct(one), ROUTER: direct(router)}
+            self._run(FAR, {**ways, HAND: by_hand(encoder, decoder)}, decoder)
+            self._crew.stop(one, encoder, decoder, router)
+
+    def two(self, token: Path) -> None:
+        """Two encoders; ``token`` is a new file for the registration's."""
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+        telling, decoding = free_ports(2)
+        registers = _settings(
+            CONSUMER,
+            proxy_url=f"http://127.0.0.1:{telling}",
+            http_url=f"http://127.0.0.1:{decoding}",
+            proxy_token=str(token),
+        )
+        encoder = self._engines.start("encoder", self._first, PRODUCER)
+        second = self._engines.start("second encoder", self._last, PRODUCER)
+        decoder = self._engines.start("decoder", self._last, registers, port=decoding)
+        options = ("--encode", second.url)
+        plain = self._crew.router(encoder, decoder, *options)
+        options = (*options, "--register-token", str(token))
+        hints = self._crew.router(encoder, decoder, *options, port=telling)
+        self._crew.wait(encoder, second, decoder, plain, hints)
+        self._run(TWO, {ROUTER: direct(plain), HINTS: direct(hints)}, decoder)
+        self._found.notes.append(f"{TWO}: hints {metrics(hints.url).get(_TOLD, 0):.0f}")
+        self._crew.stop(encoder, second, decoder, plain, hints)
+
+    def _run(self, where: str, ways: Mapping[str, Way], decoder: Server) -> None:
         before = metrics(decoder.url)
-        found.rows += by_turns(where, ways, pictures, rounds, console.print)
+        self._found.rows += by_turns(where, ways, self._pictures, self._rounds, self._tell)
         after = metrics(decoder.url)
         fetched = growth(before, after, f"{_FETCH}_count")
         if fetched:
-            found.fetch_ms[where] = _ms(growth(before, after, f"{_FETCH}_sum") / fetched)
+            self._found.fetch_ms[where] = _ms(growth(before, after, f"{_FETCH}_sum") / fetched)
         if encoded := encoded_pictures(decoder.url):
-            found.notes.append(f"{where}: the decoder encoded {encoded} pictures itself")
+            self._found.notes.append(f"{where}: the decoder encoded {encoded} pictures itself")
 
-    cores = sorted(os.sched_getaffinity(0))
-    first, last, every = str(cores[0]), str(cores[-1]), f"{cores[0]}-{cores[-1]}"
+
+def _settings(ec: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    return {**ec, "ec_connector_extra_config": extra}
+
+
+def measure(model: Path, folder: Path, console: Console, rounds: int) -> Found:
+    """All sets."""
+    found = Found(facts(), [], {}, [])
     with Servers() as servers:
         engines = Engines(servers, console, model)
-        crew = engines.crew
-        one = engines.start(ONE, first)
-        encoder = engines.start("encoder", first, PRODUCER)
-        decoder = engines.start("decoder", last, CONSUMER)
-        router = crew.router(encoder, decoder)
-        both = crew.router(encoder, decoder, "--no-metadata-only")
-        crew.wait(one, encoder, decoder, router, both)
-        ways = {ONE: direct(one), ROUTER: direct(router), BOTH: direct(both)}
-        run(HERE, {**ways, HAND: by_hand(encoder, decoder)}, decoder)
-        crew.stop(one, encoder, decoder, router, both)
-
-        if why := no_link():
-            found.notes.append(f"no link of 1 Gbit/s: {why}")
-        else:
-            with link():
-                one = engines.start(ONE, every)
-                near = settings(PRODUCER, bind_host=NEAR_ADDRESS)
-                encoder = engines.start("encoder", first, near)
-                away = settings(CONSUMER, allow_peers=[NETWORK], planes=["zmq"])
-                decoder = engines.start("decoder", last, away, far=True)
-                router = crew.router(encoder, decoder)
-                crew.wait(one, encoder, decoder, router)
-                ways = {f"{ONE}, all cores": direct(one), ROUTER: direct(router)}
-                run(FAR, {**ways, HAND: by_hand(encoder, decoder)}, decoder)
-                crew.stop(one, encoder, decoder, router)
-
-        encoder = engines.start("encoder", first, PRODUCER)
-        second = engines.start("second encoder", last, PRODUCER)
-        decoder = engines.start("decoder", last, CONSUMER)
-        router = crew.router(encoder, decoder, "--encode", second.url)
-        crew.wait(encoder, second, decoder, router)
-        run(TWO, {ROUTER: direct(router)}, decoder)
+        sets = Sets(engines, Pictures(folder), rounds, found, console.print)
+        sets.here()
+        sets.far()
+        sets.two(folder / "router_token")
     found.notes += [f"left behind: {what}" for what in servers.leftovers]
     found.facts["load_after"] = [round(load, 1) for load in os.getloadavg()]
     return found

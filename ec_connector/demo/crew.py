@@ -58,9 +58,9 @@ class Crew:
             env={**vllm_env(self._engines), **COUNTING_ENV},
         )
 
-    def router(self, producer: Server, consumer: Server, *options: str) -> Server:
-        """Start the router before a pair."""
-        port = free_ports(1)[0]
+    def router(self, producer: Server, consumer: Server, *options: str, port: int = 0) -> Server:
+        """Start the router before a pair, on this port, or on a free one."""
+        port = port or free_ports(1)[0]
         command = [sys.executable, "-m", "ec_connector.proxy", "--port", str(port)]
         command += ["--encode", producer.url, "--decode", consumer.url, *options]
         return self._servers.start(ROUTER, command, port=port)
