@@ -34,6 +34,7 @@ SILENCE_SECONDS: Final = 20.0
 FIRST_WAIT: Final = 1.0
 LONGEST_WAIT: Final = 30.0
 _READ_BYTES: Final = 8192
+_BYTES_A_LINE: Final = 256
 _NOT_YET: Final = 409
 """The router's answer to an engine that it does not know yet: asked again soon, not a fault."""
 
@@ -81,9 +82,10 @@ class Hints:
     def close(self) -> None:
         """Stop listening."""
         self._closing.set()
-        if self._socket is not None:
+        connected = self._socket  # the thread may forget it meanwhile
+        if connected is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # ends a read that waits
+                connected.shutdown(socket.SHUT_RDWR)  # ends a read that waits
         if self._thread.ident is not None:
             self._thread.join(1.0)
         self._reactor.remove(self._wake_out)
@@ -144,7 +146,9 @@ class Hints:
             found = lines.feed(data)
             if found and not self._hand_over(found):
                 return
-            if self._closing.wait(pace.pause(len(found), time.monotonic())):
+            # Empty lines and long ones are work too.
+            work = max(data.count(b"\n"), len(data) // _BYTES_A_LINE)
+            if self._closing.wait(pace.pause(work, time.monotonic())):
                 return
 
     def _hand_over(self, lines: list[bytes]) -> bool:

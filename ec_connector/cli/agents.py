@@ -58,7 +58,7 @@ def endpoints() -> list[str]:
         rows = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     except OSError:
         return []
-    names = {row.split()[-1] for row in rows}
+    names = {words[-1] for row in rows if (words := row.split())}
     return sorted(f"ipc://{name}" for name in names if name.startswith(NAME_PREFIX))
 
 

@@ -34,6 +34,8 @@ from ec_connector.protocol.texts import harmless
 from ec_connector.protocol.tickets import Tickets
 from ec_connector.ticket_file import load_tickets
 
+_BUDGET = 64
+
 
 class Reply(msgspec.Struct, frozen=True):
     """What came back: seconds until the connection stood, and of each round trip after that."""
@@ -123,9 +125,11 @@ class _Asking:
         self.sent_at = time.monotonic()
         return encode(XferPing(self._seq, ticket))
 
-    def read(self, _: Address, dealer: zmq.Socket[bytes]) -> None:
+    def read(self, _address: Address, dealer: zmq.Socket[bytes]) -> None:
         """Take in what the peer says; what is no answer to the last ping is nothing."""
-        while has_message(dealer):
+        for _ in range(_BUDGET):  # a peer that never stops must not hide that the time is over
+            if not has_message(dealer):
+                return
             frames = dealer.recv_multipart()
             try:
                 message = decode_to_consumer(frames[1]) if len(frames) == 2 else None

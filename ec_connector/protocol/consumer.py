@@ -592,8 +592,9 @@ class ConsumerMachine:
             entry = self._pool.commit(key, place.generation, now)
             if entry is None:
                 return self._fail(key, "missing", "dropped while it arrived", hand_back=True)
+            # First, so that the account has it when a client gives the item back at once.
             done = self._done_effects(fetch)
-            return [*self._deliver(key, entry, fetch.plane, now), *done]
+            return [*done, *self._deliver(key, entry, fetch.plane, now)]
         credit = fetch.credit_due(payload, self._peers.flow(fetch.address), now)
         if not credit:
             return []
@@ -687,8 +688,9 @@ class ConsumerMachine:
             self._pool.abandon(key, fetch.entry.generation)
             stop = self._stop_copy(fetch)
         self._peers.leave(fetch.address, key)
+        no_transfer = fetch.state is FetchState.LOCAL or event == DELIVERED
         fetch.move(event)
-        if event == DELIVERED or not fetch.xfer_id:
+        if no_transfer:
             return stop
         fetch.account.outcome = fetch.account.outcome or event
         return [*stop, Book(fetch.account)]

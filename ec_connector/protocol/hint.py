@@ -56,7 +56,10 @@ def read_hint(line: bytes, seconds: float) -> FetchItem:
         raise MismatchError(f"not JSON: {error}") from error
     if not isinstance(hint, dict):
         raise MismatchError("not a JSON object")
+    key = hint.pop("key", None)
+    if not isinstance(key, str):  # not shown: it may be nested as deep as it could be read
+        raise MismatchError("no key")
     try:
-        return read_announcement(hint.pop("key", None), hint, seconds)
+        return read_announcement(key, hint, seconds)
     except ItemMissingError as error:
         raise MismatchError(str(error)) from error

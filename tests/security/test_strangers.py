@@ -115,15 +115,19 @@ class Stalled:
 
     def __init__(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PATIENCE)
         self.port = self._listener.getsockname()[1]
         self._agent = port
         self.ended = threading.Event()
         self.welcomed = threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        client, _ = self._listener.accept()
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return
         agent = dial(self._agent)
         with client, agent:
             heard = b""
@@ -164,19 +168,21 @@ def test_right_handshakes_without_their_last_word(
     public, secret = zmq.curve_keypair()
     stalled = [Stalled(victim.port) for _ in range(20)]
     dealers = []  # a dropped socket warns
-    with sockets() as context:
+    try:
+        with sockets() as context:
+            for one in stalled:
+                dealer: Any = context.socket(zmq.DEALER)
+                dealers.append(dealer)
+                dealer.linger, dealer.reconnect_ivl = 0, -1
+                dealer.curve_serverkey = server
+                dealer.curve_publickey, dealer.curve_secretkey = public, secret
+                dealer.connect(f"tcp://127.0.0.1:{one.port}")
+            assert all(one.welcomed.wait(PATIENCE) for one in stalled)
+            honest.fetch()
+            assert all(one.ended.wait(IN_TIME) for one in stalled)
+    finally:
         for one in stalled:
-            dealer: Any = context.socket(zmq.DEALER)
-            dealers.append(dealer)
-            dealer.linger, dealer.reconnect_ivl = 0, -1
-            dealer.curve_serverkey = server
-            dealer.curve_publickey, dealer.curve_secretkey = public, secret
-            dealer.connect(f"tcp://127.0.0.1:{one.port}")
-        assert all(one.welcomed.wait(PATIENCE) for one in stalled)
-        honest.fetch()
-        assert all(one.ended.wait(IN_TIME) for one in stalled)
-    for one in stalled:
-        one.close()
+            one.close()
     assert until(lambda: descriptors(victim) <= before)
     victim.assert_whole()
     attempt("handshakes of strangers, all but the last word", times=len(stalled))

@@ -104,6 +104,19 @@ def test_one_transfer_for_many_clients_is_one_record() -> None:
     assert (here.outcome, here.total) == ("delivered", pytest.approx(1.0))
 
 
+def test_a_transfer_that_found_no_room_is_booked() -> None:
+    """It never asked, and was waited for all the same."""
+    pair = Pair(blocks=4)
+    pair.save("a", bytes(3000))
+    pair.fetch("a", 3000)
+    pair.run()
+    pair.fetch("b", 3000, timeout=1.0)
+    pair.advance(5.0)
+    (here,) = pair.fetched
+    assert (here.item, here.outcome, here.header_out) == ("b", "pool_full", 0)
+    assert stages(here) == {"waiting": 1.0}
+
+
 def test_what_the_pool_had_is_no_transfer() -> None:
     """Nothing was moved."""
     pair = Pair()
@@ -179,10 +192,11 @@ def state_of(member: Producer | Consumer, transfers: int) -> State:
     """What a member's agent says when it has booked so many transfers."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
-        found = [state for state in look() if state.agent_pid == member.agent_pid]
-        if found and len(found[0].transfers) >= transfers:
-            return found[0]
-    raise AssertionError(found)
+        (found,) = look(member._link.endpoint)
+        if len(found.transfers) >= transfers:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("too few transfers")
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

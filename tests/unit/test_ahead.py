@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from ec_connector.errors import MismatchError
 from ec_connector.protocol.ahead import BURST, LINES_A_SECOND, MOST, SHARE, Ahead, Lines, Pace
 from ec_connector.protocol.fetch import AHEAD
-from ec_connector.protocol.hint import MAX_LINE_BYTES, OUTCOMES, hint_lines
+from ec_connector.protocol.hint import MAX_LINE_BYTES, OUTCOMES, hint_lines, read_hint
 from ec_connector.protocol.local import FetchItem, Reserve, ReserveItem
 from ec_connector.protocol.tickets import Tickets
 from ec_connector.testing import Pair
@@ -298,3 +299,11 @@ def test_pace() -> None:
     assert pace.pause(0, 100 / LINES_A_SECOND) == 0.0
     assert pace.pause(BURST, 1000.0) == 0.0
     assert pace.pause(1, 1000.0) == pytest.approx(1 / LINES_A_SECOND)
+
+
+def test_keys_as_deep_as_they_can_be_read() -> None:
+    """Reading them may just work, and then nothing goes deeper."""
+    for depth in range(400, 1100):
+        line = b'{"key":' + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(MismatchError):
+            read_hint(line, 1.0)

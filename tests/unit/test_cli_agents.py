@@ -32,7 +32,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ec_connector.cli import app as app_module
-from ec_connector.cli.agents import Watched, states, watch
+from ec_connector.cli.agents import Watched, endpoints, states
 from ec_connector.cli.ping import fits
 from ec_connector.cli.top import screen
 
@@ -52,17 +52,10 @@ def address_of(producer: Producer) -> str:
     return f"{announcement['peer_host']}:{announcement['peer_port']}"
 
 
-def endpoint_of(pid: int) -> str:
-    """Where the agent of this process listens for processes of its host."""
-    agents = watch()
-    try:
-        for agent in list(agents):
-            if [state.agent_pid for state in states([agent])] == [pid]:
-                return agent.endpoint
-    finally:
-        for agent in agents:
-            agent.close()
-    raise LookupError(f"no agent {pid}")
+def endpoint_of(member: Producer | Consumer) -> str:
+    """Where its agent listens for processes of its host."""
+    # Looking for it would connect to the agents of other tests.
+    return member._link.endpoint
 
 
 @pytest.fixture
@@ -132,7 +125,7 @@ def test_fit(mine: dict[str, str], pong: XferPong, factor: str) -> None:
 def test_ping_of_one_that_fits(producer: Producer) -> None:
     """Status 0; every factor, plane and codec, the pool, and the round trip."""
     with Consumer(factors=WHAT, **SMALL) as consumer:
-        endpoint = endpoint_of(consumer.agent_pid)
+        endpoint = endpoint_of(consumer)
         result = run("ping", address_of(producer), "--agent", endpoint, "--count", "3")
         assert result.exit_code == 0, result.output
         for word in ("revision", "tiny", "memory, zmq", "median of 3", "1 items"):
@@ -143,7 +136,7 @@ def test_ping_of_one_that_fits(producer: Producer) -> None:
 def test_ping_of_one_that_does_not_fit(producer: Producer) -> None:
     """Status 1, and what differs is named, with both values."""
     with Consumer(factors=WHAT | {"revision": "2"}, **SMALL) as consumer:
-        endpoint = endpoint_of(consumer.agent_pid)
+        endpoint = endpoint_of(consumer)
         result = run("ping", address_of(producer), "--agent", endpoint, "--json")
         assert result.exit_code == 1
         assert "revision differs: '2' here, '1' at the peer" in result.stderr
@@ -231,7 +224,7 @@ def test_top_shows_a_transfer(producer: Producer) -> None:
     rows = np.zeros((100, 100), np.float16)
     with Consumer(factors=WHAT, planes=["zmq"], **SMALL) as consumer:
         consumer.fetch("a", producer.put("a", rows), timeout=PATIENCE)
-        endpoint = endpoint_of(consumer.agent_pid)
+        endpoint = endpoint_of(consumer)
         result = run("top", "--once", "--agent", endpoint)
         assert result.exit_code == 0
         for word in (str(consumer.agent_pid), "loopback", "delivered", "20.0 kB", "pool"):
@@ -255,7 +248,7 @@ def test_top_without_agents() -> None:
 def test_top_goes_on_until_the_agent_ends(producer: Producer) -> None:
     """A line of JSON for each look; the end of the one that was named is its end."""
     code = "import sys; from ec_connector.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["top", "--json", "--interval", "0.1", "--agent", endpoint_of(producer.agent_pid)]
+    arguments = ["top", "--json", "--interval", "0.1", "--agent", endpoint_of(producer)]
     watching = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
     )
@@ -270,7 +263,7 @@ def test_top_goes_on_until_the_agent_ends(producer: Producer) -> None:
 
 def test_an_agent_that_is_stopped_or_ends_is_said_to_be(producer: Producer) -> None:
     """Nobody waits for it for ever."""
-    agent = Watched(endpoint_of(producer.agent_pid))
+    agent = Watched(endpoint_of(producer))
     assert agent.state().agent_pid == producer.agent_pid
     process = os.pidfd_open(producer.agent_pid)
     os.kill(producer.agent_pid, signal.SIGKILL)
@@ -281,6 +274,14 @@ def test_an_agent_that_is_stopped_or_ends_is_said_to_be(producer: Producer) -> N
     watched = [agent]
     assert states(watched) == []
     assert watched == []
+
+
+def test_agents_are_found(producer: Producer) -> None:
+    """By the kernel's list of sockets, in which other processes have names of all kinds."""
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(b"\0x\n\x0b\x85")
+        odd.listen()
+        assert endpoint_of(producer) in endpoints()
 
 
 def test_screen() -> None:
