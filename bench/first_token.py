@@ -38,6 +38,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ec_connector.bench.pulls import unseen
 from ec_connector.bench.stats import median, quantile
 from ec_connector.demo.chat import Answer, Body, ask, chat_body
 from ec_connector.demo.crew import CONSUMER, PRODUCER, Crew
@@ -150,8 +151,7 @@ def _ms(seconds: float) -> float:
 
 
 class Pictures:
-    """Requests about pictures that no server has seen: the same ones in each round, with other
-    bytes behind their end, which no decoder of pictures reads and every hash does."""
+    """Requests about pictures that no server has seen, the same ones in each round."""
 
     def __init__(self, folder: Path) -> None:
         album = Album(folder)
@@ -163,9 +163,7 @@ class Pictures:
         paths = []
         for number in range(count):
             file = self._files[(turn + number) % len(self._files)]
-            path = self._folder / f"asked-{number}{file.suffix}"
-            path.write_bytes(file.read_bytes() + b"\0" + secrets.token_bytes(16))
-            paths.append(path)
+            paths.append(unseen(file, self._folder / f"asked-{number}{file.suffix}"))
         return chat_body(paths, PROMPT, max_tokens=TOKENS)
 
 

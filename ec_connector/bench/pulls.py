@@ -86,6 +86,13 @@ class Prober:
         return int(self._consumer.stats().get(name, 0)) - int(self._before.get(name, 0))
 
 
+def unseen(file: Path, to: Path) -> Path:
+    """The same picture as a file that no cache knows: bytes behind its end, which no decoder of
+    pictures reads and every hash does."""
+    to.write_bytes(file.read_bytes() + b"\0" + secrets.token_bytes(16))
+    return to
+
+
 class Pictures:
     """Requests about pictures that nobody has seen, made of a few files in turn."""
 
@@ -98,8 +105,7 @@ class Pictures:
         """A streamed chat request for one token."""
         file = self._files[self._made % len(self._files)]
         self._made += 1
-        path = self._folder / f"{self._made}{file.suffix}"
-        path.write_bytes(file.read_bytes() + b"\0" + secrets.token_bytes(16))
+        path = unseen(file, self._folder / f"{self._made}{file.suffix}")
         body = chat_body([path], PROMPT, max_tokens=1)
         path.unlink()
         return body

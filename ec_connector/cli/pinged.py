@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from rich.filesize import decimal
 from rich.table import Table
 
 from ec_connector.cli.ping import Fit, Reply
-from ec_connector.cli.tables import duration, share, size
+from ec_connector.cli.tables import duration, share
 from ec_connector.protocol.texts import harmless
 
 
@@ -33,7 +34,7 @@ def table(reply: Reply, fits: list[Fit]) -> Table:
     used = pong.blocks - pong.blocks_free
     rows.add_row(
         "pool",
-        f"{share(used, pong.blocks)} of {size(pong.blocks * pong.block_bytes)}, "
+        f"{share(used, pong.blocks)} of {decimal(pong.blocks * pong.block_bytes)}, "
         f"{pong.items} items, {pong.blocks_pinned} blocks pinned",
     )
     rows.add_row("at work", f"{pong.grants} granted, {pong.parked} waiting for saves")

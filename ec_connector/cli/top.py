@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from ec_connector.cli.tables import duration, share, size
+from ec_connector.cli.tables import duration, share
 from ec_connector.protocol.account import PACKING, STAGES
 from ec_connector.protocol.local import PeerSums, State, Transfer
 from ec_connector.protocol.texts import harmless
@@ -66,9 +67,9 @@ def _peers(state: State, before: State | None, seconds: float) -> Iterable[Rende
             sums.plane,
             str(sums.transfers),
             str(sums.failed),
-            size(sums.bytes_in),
-            size(sums.bytes_out),
-            *(size(rate / seconds) if known else "" for rate in rates),
+            decimal(sums.bytes_in),
+            decimal(sums.bytes_out),
+            *(decimal(int(rate / seconds)) if known else "" for rate in rates),
             duration(sums.seconds / sums.transfers) if sums.transfers else "",
         )
     yield table
@@ -94,7 +95,7 @@ def _latest(transfers: list[Transfer]) -> Iterable[RenderableType]:
             one.plane,
             one.codec,
             harmless(one.item[:16]),
-            size(one.payload_in + one.payload_out),
+            decimal(one.payload_in + one.payload_out),
             one.outcome,
             *(duration(one.seconds[s]) if s in one.seconds else "" for s in (*stages, PACKING)),
             duration(one.total),

@@ -56,8 +56,7 @@ class Ledger:
         for part, nbytes in parts.items():
             self._sums["bytes"][of + part] += nbytes
         for stage, seconds in account.seconds.items():
-            if stage:
-                self._sums["seconds"][of + stage] += seconds
+            self._sums["seconds"][of + stage] += seconds
         transfer = Transfer(
             number=self._booked,
             item=account.item,
@@ -68,7 +67,7 @@ class Ledger:
             codec=account.codec,
             outcome=outcome,
             nbytes=account.nbytes,
-            seconds={stage: spent for stage, spent in account.seconds.items() if stage},
+            seconds=dict(account.seconds),
             total=account.total,
             **parts,
         )

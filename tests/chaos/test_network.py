@@ -47,11 +47,10 @@ def test_broken_in_the_middle() -> None:
         assert world.transfer()["end"] == "ready"
         item = world.item(4 * MIB)
         world.relay.hold(DOWN, after=2 * MIB)
-        key = world.fetch(item, 10.0)
-        time.sleep(0.2)
+        key = world.fetch_part(item, MIB, 10.0)
         world.relay.cut()
         note("fault: broken connection")
-        time.sleep(0.3)
+        time.sleep(0.3)  # so long it is broken
         world.relay.let_pass()
         world.relay.mend()
         assert world.ended(key, 10.0 + GRACE)["end"] == "ready"
@@ -167,8 +166,7 @@ def test_partition_in_the_middle(cable: Cable) -> None:
     with across() as world:
         assert world.transfer()["end"] == "ready"
         cable.limit("20mbit")
-        key = world.fetch(world.item(8 * MIB), SOON)
-        time.sleep(0.5)
+        key = world.fetch_part(world.item(8 * MIB), MIB, SOON)
         cable.lose(1.0)
         assert world.ended(key, SOON + GRACE)["end"] == "failed"
         cable.heal()
@@ -182,10 +180,9 @@ def test_partition_that_heals_in_time(cable: Cable) -> None:
     with across() as world:
         assert world.transfer()["end"] == "ready"
         cable.limit("40mbit")
-        key = world.fetch(world.item(4 * MIB), 20.0)
-        time.sleep(0.3)
+        key = world.fetch_part(world.item(4 * MIB), MIB, 20.0)
         cable.lose(1.0)
-        time.sleep(1.0)
+        time.sleep(1.0)  # so long they are apart
         cable.heal()
         assert world.ended(key, 20.0 + GRACE)["end"] == "ready"
         world.settle()

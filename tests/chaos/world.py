@@ -137,6 +137,16 @@ class World:
         self._asked.append(item["key"])
         return str(item["key"])
 
+    def fetch_part(self, item: dict[str, Any], nbytes: int, seconds: float = DEADLINE) -> str:
+        """The same, and so many of its bytes have arrived."""
+        before = self.consumer.stats().get("bytes_received", 0)
+        key = self.fetch(item, seconds)
+        eventually(
+            lambda: self.consumer.stats().get("bytes_received", 0) >= before + nbytes,
+            "no bytes come",
+        )
+        return key
+
     def ended(self, key: str, seconds: float = DEADLINE + GRACE) -> dict[str, Any]:
         """How a fetch ended, which it must have within its deadline."""
         ends = self.consumer.ask("ended", [key], seconds, timeout=seconds + PATIENCE)

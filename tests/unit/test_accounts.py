@@ -26,7 +26,7 @@ def stages(account: Account | Transfer) -> dict[str, float]:
     return {
         stage: pytest.approx(spent)
         for stage, spent in account.seconds.items()
-        if stage and stage != PACKING and spent
+        if stage != PACKING and spent
     }
 
 
